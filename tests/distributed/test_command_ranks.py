@@ -1,4 +1,4 @@
-"""W ranks equal one: commands and whole searches, and no more of a table on a rank than its shards.
+"""W ranks equal one: commands, whole searches and streams, and no more of a table on a rank than its shards.
 
 What ranks do and report stands first, then the tests that judge it.
 """
@@ -21,9 +21,10 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import save
+from torchrec.datasets.utils import Batch
 from torchrec.models.dlrm import DLRM
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -37,8 +38,9 @@ from dnis_torchrec.cli.settings import CompressCommand, EvaluateCommand, ExportC
 from dnis_torchrec.data.batches import slice_of
 from dnis_torchrec.data.over_ranks import count_training_data, split_over_ranks
 from dnis_torchrec.data.recipe import DataSplits, Recipe
+from dnis_torchrec.data.stream import Stream
 from dnis_torchrec.data.task import TrainTask
-from dnis_torchrec.ranks import Ranks
+from dnis_torchrec.ranks import Ranks, rank_of, world_size_of
 from dnis_torchrec.report.rows import COMPRESS, UNCOMPRESSED
 from dnis_torchrec.search.search import SearchOutcome, search
 from dnis_torchrec.search.settings import SearchSettings
@@ -46,7 +48,7 @@ from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.training import weights as weight_files
 from dnis_torchrec.training.checkpoint import StoredTensor
 from dnis_torchrec.training.evaluate import evaluate
-from dnis_torchrec.training.loop import SearchEvents
+from dnis_torchrec.training.loop import SearchEvents, SearchInterrupted, TrainLoop
 from dnis_torchrec.training.settings import Saving
 from dnis_torchrec.training.weights import check_state, fill_, write_model, written_model
 from examples.models import FactorizationMachine
@@ -61,11 +63,13 @@ from tests.distributed.model import (
     shards_of,
     spread,
 )
-from tests.tiny import EMBEDDING_DIM, Repeatable, files_of, make_batch, make_collection, make_recipe, ranked
+from tests.tiny import EMBEDDING_DIM, Repeatable, demo, files_of, make_batch, make_collection, make_recipe, ranked
 
 ROWS = {"user": 41, "genre": 13}
 """That neither two nor four ranks can divide."""
-RECIPE, UNFILLED, BROKEN = (f"{__name__}:{name}" for name in ("recipe", "unfilled", "broken"))
+RECIPE, UNFILLED, BROKEN, DAY, SPLIT = (
+    f"{__name__}:{name}" for name in ("recipe", "unfilled", "broken", "day", "split")
+)
 EVEN = "tests.tiny:demo"
 """A recipe whose batches ranks can halve."""
 FILES = {"w.safetensors": "row_wise", "w.pt": "column_wise", "w.dcp": "grid_shard"}
@@ -369,6 +373,79 @@ def refuse_searches(at: Rank) -> Results:
 SEARCHES: dict[str, Scenario] = {"whole": whole_search, "turned": search_turned, "refused": refuse_searches}
 
 
+STREAM_STEPS = 20
+
+
+def stream_batches() -> Iterator[Batch]:
+    """With one that has no sample for every rank, and one of an odd number."""
+    return (make_batch({7: 1, 8: 33}.get(index, 32), index) for index in range(STREAM_STEPS + 1))
+
+
+def day(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
+    return replace(demo(data, seed=seed, embedding_dim=embedding_dim), data=stream_batches())
+
+
+class OwnStream:
+    """A stream that gives each rank batches of its own."""
+
+    is_split_over_ranks = True
+
+    def __iter__(self) -> Iterator[Batch]:
+        for index in range(STREAM_STEPS):
+            batch, size = make_batch(32, index), 32 // world_size_of()
+            yield slice_of(batch, size * rank_of(), size * (rank_of() + 1))
+
+
+def split(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
+    return replace(demo(data, seed=seed, embedding_dim=embedding_dim), data=OwnStream())
+
+
+def train_stream(recipe: str, name: str, rank: Rank, **settings: Any) -> Results:
+    run_train(TrainCommand(recipe=recipe, out=rank.folder / name, **({"steps": STREAM_STEPS} | settings)))
+    return {}
+
+
+def train_stream_twice(rank: Rank) -> Results:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainLoop, "_is_stop_requested", lambda self: self._steps == 9)
+        with pytest.raises(SearchInterrupted):
+            train_stream(DAY, "again", rank)
+    return train_stream(DAY, "again", rank, resume=True)
+
+
+def compress_stream(rank: Rank) -> Results:
+    settings = CompressCommand(recipe=DAY, source=rank.folder / "day", out=rank.folder / "small", compression="3")
+    rows = run_compress(settings).rows
+    metrics = run_evaluate(EvaluateCommand(path=rank.folder / "small" / "x3", recipe=SPLIT))["metrics"]
+    return {"loss": rows[-1].metrics["loss"], "evaluated": metrics["loss"]}
+
+
+def end_streams_apart(rank: Rank) -> Results:
+    """One rank's clock is ahead, another's stream is another, a third has a bad batch."""
+    tables = make_collection().embedding_bag_configs()
+    stream = Stream(day(None), tables, is_time_over=lambda: rank.rank == 1 and stream._num_read >= 3)
+    results: Results = {"given": sum(1 for _ in stream)}
+    others = (make_batch(32, 100 * rank.rank + index) for index in range(3))
+    bad = make_batch(32, 1)
+    if rank.rank == 1:
+        bad.labels[0] = torch.nan
+    for name, data in {"others": others, "bad": iter([bad])}.items():
+        try:
+            next(Stream(replace(day(None), data=data), tables))
+        except ValueError as error:
+            results[name] = str(error)
+    return results
+
+
+STREAMS: dict[str, Scenario] = {
+    "day": partial(train_stream, DAY, "day"),
+    "split": partial(train_stream, SPLIT, "split"),
+    "again": train_stream_twice,
+    "compress": compress_stream,
+    "apart": end_streams_apart,
+}
+
+
 def manifest_of(artifact: Path) -> dict[str, Any]:
     """The manifest but for its own hash, the recipe's name and metrics, which are rounded otherwise."""
     manifest = json.loads((artifact / "manifest.json").read_text())
@@ -399,6 +476,7 @@ def two(weights: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> I
         "jobs": jobs,
         "refused": {"all": partial(refuse_jobs, file)},
         "searches": SEARCHES,
+        "streams": STREAMS,
     }
     with running_ranks(2, joined(**things), tmp_path_factory.mktemp("two")) as running:
         yield running
@@ -633,3 +711,53 @@ STOPPED = {
 def test_what_one_rank_meets_stops_searches_on_all(searches: Part, search: str) -> None:
     kind, place, rank = STOPPED[search]
     assert_outcome([own[search] for own in searches["refused"]], kind, place, rank)
+
+
+@pytest.fixture
+def streams(two: RankResults) -> Part:
+    """Passes over a stream."""
+    return two.part("streams")
+
+
+@pytest.mark.parametrize(("recipe", "name"), [(DAY, "day"), (SPLIT, "split")])
+def test_a_pass_leaves_what_that_of_one_process_leaves(
+    gloo, streams: Part, recipe: str, name: str, tmp_path: Path
+) -> None:
+    streams[name]
+    run_train(TrainCommand(recipe=recipe, out=tmp_path / "run", steps=STREAM_STEPS + (name == "day")))
+    files, alone = files_of(streams.folder / name), files_of(tmp_path / "run")
+    for file in ("counts",):
+        assert files[f"{file}.safetensors"] == alone[f"{file}.safetensors"]
+    recent, expected = (load_file(path / "recent.safetensors") for path in (streams.folder / name, tmp_path / "run"))
+    assert recent["of/labels"].sort().values.equal(expected["of/labels"].sort().values)
+    if name == "day":
+        assert files["recent.safetensors"] == alone["recent.safetensors"]
+    else:  # the same samples in every step
+        assert metrics_in(streams.folder / name) == pytest.approx(metrics_in(tmp_path / "run"), abs=1e-4)
+
+
+def metrics_in(folder: Path) -> dict[str, float]:
+    return json.loads((folder / "results.json").read_text())["rows"][0]["metrics"]
+
+
+def test_a_pass_that_was_stopped_goes_on_to_the_same_result(streams: Part) -> None:
+    streams["again"]
+    one, other = files_of(streams.folder / "day"), files_of(streams.folder / "again")
+    for name in ("counts", "recent"):
+        assert one[f"{name}.safetensors"] == other[f"{name}.safetensors"]
+    assert metrics_in(streams.folder / "day") == metrics_in(streams.folder / "again")
+
+
+def test_ranks_compress_and_evaluate_what_a_stream_has_left(gloo, streams: Part) -> None:
+    first, second = streams["compress"]
+    assert first == second
+    alone = run_evaluate(EvaluateCommand(path=streams.folder / "small" / "x3", recipe=SPLIT))
+    assert first["evaluated"] == pytest.approx(alone["metrics"]["loss"], abs=1e-6)
+
+
+def test_ranks_end_together(streams: Part) -> None:
+    results = streams["apart"]
+    assert results[0]["given"] == results[1]["given"] == 3
+    assert all("the same batches" in own["others"] for own in results)
+    assert "finite" in results[1]["bad"]
+    assert "rank 1" in results[0]["bad"]
