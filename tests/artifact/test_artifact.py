@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import os
 import re
@@ -19,13 +18,10 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
-from torch import Tensor, nn
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torch import Tensor
 
-import dnis_torchrec as dnis
 from dnis_torchrec.artifact import manifest as manifests
 from dnis_torchrec.artifact import write
-from dnis_torchrec.artifact.export import export
 from dnis_torchrec.artifact.load import load, load_dense_state, read_scheme, serve
 from dnis_torchrec.artifact.manifest import CARD, read_manifest
 from dnis_torchrec.artifact.write import card_of, write_artifact
@@ -33,10 +29,8 @@ from dnis_torchrec.blocks.codes import WIDTHS
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.data import files
 from dnis_torchrec.scheme import FORMS, MixedDimensionScheme
-from dnis_torchrec.serving import PackedEmbeddingBagCollection, ServedEmbeddingCollection
+from dnis_torchrec.serving import PackedEmbeddingBagCollection
 from tests.artifact.reader import DOCUMENT, DTYPES, Reader
-from tests.models import interest, make_batch
-from tests.models import rounded as rounded_sequences
 from tests.reference import (
     MIXED_FILE,
     PACKED_FILE,
@@ -45,7 +39,6 @@ from tests.reference import (
     cases,
     coded_case,
     coded_tables,
-    keyed_jagged_tensor,
     rounded,
     table_scheme,
     two_tables,
@@ -206,22 +199,6 @@ def test_names_that_look_alike_as_files(tmp_path: Path) -> None:
     assert all(whole_table(path, name).equal(tables[name]) for name in names)
 
 
-def test_a_table_is_cut_where_its_bytes_are(tmp_path: Path) -> None:
-    routing = RowRouting(400, 2, boundaries=torch.tensor([0, 100, 400]))
-    retained = torch.tensor([[True] * 8, [True] + [False] * 7])
-    weight = torch.randn(400, 8) * retained[routing.all_blocks()]
-    scheme = MixedDimensionScheme({"t": table_scheme("t", routing, retained)})
-    path = write_artifact({"t": weight}, scheme, tmp_path / "a", max_file_bytes=2000, forms=FORMS)
-    for form in FORMS:
-        shards = read_manifest(path)["tables"]["t"]["shards"][form]
-        assert len({shard["num_rows"] for shard in shards[:-1]}) > 1  # fewer of the long ones
-        assert (
-            load(path, form=form)(keyed_jagged_tensor({"f": [[(i, 1.0)] for i in range(400)]})).values().equal(weight)
-        )
-    sizes = [(path / shard["file"]).stat().st_size for shard in shards_of(path)]
-    assert max(sizes) <= 2000
-
-
 def test_rows_are_read_once_and_a_rank_without_any_writes_nothing(tmp_path: Path) -> None:
     tables, scheme = coded_tables()
     calls: list[tuple[int, int]] = []
@@ -236,57 +213,6 @@ def test_rows_are_read_once_and_a_rank_without_any_writes_nothing(tmp_path: Path
     assert calls == [(0, 10)]
     assert list(write._write_blocks(tmp_path, 0, scheme.tables["user"], (5, 5, rows), 2**31)) == []
     assert calls == [(0, 10)]
-
-
-def test_rows_of_no_block_and_dropped_tables(tmp_path: Path) -> None:
-    """A table of which nothing is retained takes no byte, and its rows are 0."""
-    tables, scheme = coded_tables()
-    nothing, ones = torch.zeros(3, 5, dtype=torch.uint8), torch.ones(3, 5)
-    none = {"bits": nothing, "retained": nothing.bool(), "num_retained": 0, "scale": ones, "shift": ones.short() * 0}
-    dropped = dict(scheme.tables) | {"user": replace(scheme.tables["user"], **none)}
-    path = write_artifact(tables, MixedDimensionScheme(dropped), tmp_path / "a", forms=FORMS)
-    for form in FORMS:
-        out = load(path, form=form)(all_rows()).to_dict()
-        assert out["user"].equal(torch.zeros(10, 5))
-        torch.testing.assert_close(out["movie"], rounded(scheme.tables["movie/seen"], tables["movie/seen"]))
-
-
-def test_unknown_ids(tmp_path: Path) -> None:
-    path = write_two_tables(tmp_path / "a")
-    kjt = keyed_jagged_tensor({"user": [[(10, 1.0)]], "movie": [[(-1, 1.0)]]})
-    for form in FORMS:
-        assert load(path, form=form, unknown_ids="zero")(kjt).values().equal(torch.zeros(1, 10))
-        with pytest.raises(ValueError, match=r"expected ids in 0\.\.9"):
-            load(path, form=form)(kjt)
-    with pytest.raises(ValueError, match="unknown_ids"):
-        load(path, unknown_ids="newest")
-
-
-def test_sequences(tmp_path: Path) -> None:
-    """An artifact of unpooled tables serves an EmbeddingCollection's interface."""
-    model, batches = interest(), [make_batch(seed) for seed in range(12)]
-    scheme = dnis.compress(copy.deepcopy(model), batches, loss=nn.BCEWithLogitsLoss(), compression=2.5).scheme
-    path = export(model, scheme, tmp_path / "artifact")
-    kjt = batches[0].sparse_features
-    expected = rounded_sequences(model, scheme).sequences(kjt)
-    lengths = torch.tensor([0, 2, 0, 0, 0, 0])
-    odd = KeyedJaggedTensor(["history", "candidate", "visits"], torch.tensor([5, 99]), lengths=lengths)
-    for form in FORMS:
-        served = load(path, form=form, collection="sequences")
-        assert isinstance(served, ServedEmbeddingCollection)
-        for key, jagged in expected.items():
-            torch.testing.assert_close(served(kjt)[key].values(), jagged.values())
-        assert served(kjt)["visits"].weights_or_none() is None
-        served.pass_indices_(True)
-        assert served(kjt)["visits"].weights().equal(kjt["visits"].values())
-        with pytest.raises(ValueError, match=r"table 'item'.*99"):
-            served(odd)
-        out = load(path, form=form, collection="sequences", unknown_ids="zero")(odd)
-        assert out["visits"].values().shape == (0, 8)
-        assert out["history"].values()[1].tolist() == [0.0] * 8
-        assert out["history"].values()[0].abs().sum() > 0
-        with pytest.raises(ValueError, match="candidate"):
-            served(KeyedJaggedTensor(["history"], torch.tensor([5]), lengths=torch.tensor([1])))
 
 
 # ---- the document is enough

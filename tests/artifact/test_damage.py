@@ -796,21 +796,9 @@ def flip_value(path: Path) -> str:
     return flip_of(file, 8 + struct.unpack("<Q", file.read_bytes()[:8])[0] + 2)
 
 
-def truncate(path: Path) -> str:
-    file = of_packed(path)
-    file.write_bytes(file.read_bytes()[:-3])
-    return file.name
-
-
 def remove(path: Path) -> str:
     file = of_packed(path)
     file.unlink()
-    return file.name
-
-
-def rename(path: Path) -> str:
-    file = of_packed(path)
-    file.rename(file.with_name("other.safetensors"))
     return file.name
 
 
@@ -832,27 +820,15 @@ def list_a_stranger(path: Path, name: str = "evil/__init__.py") -> str:
     return name
 
 
-def edit_manifest(path: Path) -> str:
-    text = (path / "manifest.json").read_text()
-    (path / "manifest.json").write_text(text.replace('"num_blocks": 3', '"num_blocks": 4'))
-    return "manifest.json"
-
-
 def newer(path: Path) -> str:
     fields = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps(fields | {"format_version": "9.0"}))
     return "9.0"
 
 
-def foreign(path: Path) -> str:
-    (path / "manifest.json").write_text('{"format": "other"}')
-    return "other"
-
-
 DAMAGE: list[Callable[[Path], str]] = [
-    lambda path: flip_of(of_packed(path), 12),
     lambda path: flip_of(path / "scheme.safetensors", -1),
-    *(flip_value, truncate, remove, rename, add, add_a_link, list_a_stranger, edit_manifest, newer, foreign),
+    *(flip_value, remove, add, add_a_link, list_a_stranger, newer),
 ]
 
 
@@ -902,7 +878,8 @@ def test_nan_is_found_wherever_it_is(tiny_artifact: Path, key: str) -> None:
     assert finding == Finding("parity", "form", "failed", f"{key}: off by nan, nan times what it may be")
 
 
-def test_the_oracle_is_the_naive_one(tiny_artifact: Path) -> None:
+def test_the_oracle_is_the_naive_one(tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "LONGEST_BAG", 300)
     scheme, rows = read_scheme(tiny_artifact), exact_rows(tiny_artifact)
     oracle = Oracle(scheme, rows)
     for bags in bag_cases(scheme).values():

@@ -26,7 +26,6 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-import dnis_torchrec as dnis
 from dnis_torchrec.artifact import load as loading
 from dnis_torchrec.artifact.delta import (
     ServedState,
@@ -48,8 +47,6 @@ from dnis_torchrec.serving.gate import Gate
 from dnis_torchrec.serving.packed import pack_rows
 from tests import tiny
 from tests.artifact.test_damage import bounded, restate, restate_file
-from tests.models import interest
-from tests.models import make_batch as sequence_batch
 from tests.reference import all_rows, cases, coded_case, table_scheme, with_codes, write_coded_tables
 from tests.tiny import files_of, write_tiny_artifact
 
@@ -253,17 +250,6 @@ def changed_base(base: Path, out: Path, seed: int = 0, **options: Any) -> tuple[
     return write_delta(base, state, out / "delta"), write_state(state, out / "whole")
 
 
-@pytest.mark.parametrize("unknown_ids", ["zero", "mean"])
-def test_unknown_ids_stay_what_they_are(base: Path, tmp_path: Path, unknown_ids: str) -> None:
-    delta, whole = changed_base(base, tmp_path, seed=3)
-    served, fresh = load(base, unknown_ids=unknown_ids), load(whole, unknown_ids=unknown_ids)
-    features = copy.deepcopy(all_rows())
-    features._values = features.values() + 3
-    old = values(served, features)
-    torch.testing.assert_close(values(apply_delta(served, delta), features), values(fresh, features))
-    assert not values(served, features).equal(old)
-
-
 def test_a_module_stays_a_module(base: Path, tmp_path: Path) -> None:
     """It moves, is copied, pickled and loaded as before, and a copy takes the next delta by itself."""
     delta, whole = changed_base(base, tmp_path)
@@ -297,21 +283,6 @@ def test_a_whole_model_takes_tables_and_dense_weights(tiny_base: Path, tmp_path:
     for other in (symbolic_trace(model), torch.jit.script(model), copy.deepcopy(model), program):
         torch.testing.assert_close(other(*inputs), expected)
     assert "Gate" not in str([type(value) for value in model.__getstate__().values()])
-
-
-def test_sequences_take_a_delta(tmp_path: Path) -> None:
-    recipe = interest()
-    from dnis_torchrec.allocation.compress import measure_
-
-    batches = [sequence_batch(seed) for seed in range(4)]
-    scheme = measure_(recipe, batches, loss=nn.BCEWithLogitsLoss()).allocate(compression=4).scheme
-    base = dnis.export(recipe, scheme, tmp_path / "base")
-    delta, whole = changed_base(base, tmp_path, seed=5)
-    served, fresh = load_model(interest(), base), load_model(interest(), whole)
-    batch = sequence_batch(9)
-    inputs = (batch.dense_features, batch.sparse_features)
-    assert not served(*inputs).equal(fresh(*inputs))
-    assert apply_delta(served, delta)(*inputs).equal(fresh(*inputs))
 
 
 # ---- refusals
@@ -383,7 +354,7 @@ def with_table(state: ServedState, table: TableScheme) -> MixedDimensionScheme:
 # ---- threads: all that a version holds is its number
 
 
-ROWS, DIM, VERSIONS = 50, 4, 50
+ROWS, DIM, VERSIONS = 50, 4, 16
 
 
 def numbered(version: int, pooling: str, collections: tuple[str, ...]) -> ServedState:
@@ -596,7 +567,7 @@ for name, (source, change, read) in ways.items():
     first, begin = state(folder / "place"), time.perf_counter()
     change(folder / "place")
     last, seconds, ends = state(folder / "place"), time.perf_counter() - begin, []
-    while len(ends) < 20:
+    while len(ends) < 10:
         shutil.rmtree(folder / "place")
         shutil.copytree(source, folder / "place")
         child = os.fork()
