@@ -30,11 +30,8 @@ from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.search.pipeline import BilevelTrainPipeline
-from dnis_torchrec.search.schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.selection.shards import TableShard, collections, local_shards
 from dnis_torchrec.selection.swap import prepare_, unshard_
-from dnis_torchrec.selection.torchrec_inputs import DetachableTrainPipeline
 from dnis_torchrec.selection.wrapper import soft_selection_modules
 from dnis_torchrec.training.evaluate import evaluate
 from dnis_torchrec.training.loop import SearchEvents, train_plainly
@@ -367,61 +364,6 @@ def test_the_fused_kernel_steps_by_the_exact_gradient(gloo) -> None:
         step = gradient / (gradient.square().mean(dim=1, keepdim=True).sqrt() + 1e-8)
         expected = before[table] - recipe.table_learning_rate * step
         torch.testing.assert_close(weight, expected.float(), atol=2e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize("is_prepared", [False, True])
-@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
-def test_a_pipeline_steps_as_the_bare_model_does(gloo, optimizer: str, is_prepared: bool) -> None:
-    """The pipeline traces the task's forward pass and starts lookups before it."""
-    found = []
-    for is_pipelined in (False, True):
-        recipe = make_recipe(optimizer=optimizer)
-        if is_prepared:
-            prepare_(recipe.model, models.blocks_of(recipe.model, recipe.data.train, num_blocks=3))
-            for wrapper in soft_selection_modules(recipe.model).values():
-                wrapper.alpha.of(8).uniform_(0.2, 1, generator=torch.Generator().manual_seed(1))
-        model, rest = shard(TrainTask(recipe.model, recipe.loss, embedding_l2=L2), recipe, CPU)
-        model.train()
-        batches = iter(recipe.data.train.batches[:3])
-        if is_pipelined:
-            pipeline = DetachableTrainPipeline(model, rest, CPU, pipeline_postproc=True)
-            for _ in range(3):
-                pipeline.progress(batches)
-            pipeline.detach()
-        else:
-            for batch in batches:
-                rest.zero_grad()
-                model(batch)[0].backward()
-                rest.step()
-        found.append(tables_of(model))
-    for table, weight in found[0].items():
-        torch.testing.assert_close(found[1][table], weight, atol=1e-6, rtol=1e-5)
-
-
-def test_upper_steps_use_the_loss_of_the_data_alone(gloo, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = make_recipe()
-    prepare_(recipe.model, models.blocks_of(recipe.model, recipe.data.train, num_blocks=3))
-    penalised: list[bool] = []
-    forward = TrainTask.forward
-
-    def watched(task: TrainTask, batch: Batch) -> object:
-        loss, output = forward(task, batch)
-        if isinstance(loss, Tensor) and batch is not None:
-            penalised.append(not torch.equal(loss.detach(), output[0]))
-        return loss, output
-
-    model, rest = shard(TrainTask(recipe.model, recipe.loss, embedding_l2=L2), recipe, CPU)
-    model.train()
-    stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=1))
-    pipeline = BilevelTrainPipeline(model, rest, CPU)
-    pipeline.progress(stream)
-    monkeypatch.setattr(TrainTask, "forward", watched)
-    while pipeline.upper_steps == 0:
-        del penalised[:]
-        pipeline.progress(stream)
-    assert penalised == [False]
-    pipeline.progress(stream)
-    assert penalised[-1]  # the next lower step again
 
 
 STEPS = 4
