@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import logging
 import re
 from collections.abc import Callable, Iterable
 from itertools import pairwise
@@ -917,20 +916,6 @@ class TestNeuMFTopK:
         assert drawn & set(epoch(recipe.data.selection, 1.0))  # still unknown
         whole = recipe.data.train.joined_with(recipe.data.validation)
         assert len(list(whole)) == len(whole)
-
-    def test_every_query_has_its_candidates(self, folder, caplog):
-        with caplog.at_level(logging.WARNING):
-            recipe = ncf.neumf_topk(folder)
-        batches = list(recipe.data.test)
-        assert all(isinstance(batch, RankingBatch) for batch in batches)
-        queries, labels = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("queries", "labels"))
-        sizes = [16] * NUM_USERS
-        sizes[4] = 15  # the positive among the negatives was dropped there
-        assert queries.bincount().tolist() == sizes
-        assert queries[labels == 1].tolist() == list(range(NUM_USERS))
-        users = torch.cat([batch.sparse_features["user"].values() for batch in batches])
-        assert torch.equal(users, load_leave_one_out(folder).test_users[queries])
-        assert "in 1 lines the positive stood among the negatives" in caplog.text
 
     @pytest.mark.parametrize("recipe", [ncf.neumf_topk, ncf.neumf_topk_32, ncf.mf_topk, ncf.mlp_topk])
     def test_is_judged_by_ranking_on_the_same_splits(self, folder, recipe, gloo):
