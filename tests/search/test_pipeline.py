@@ -58,6 +58,7 @@ from tests.reference import ReferenceTable, embedding_l2_reference, normalised_r
 from tests.tiny import Repeatable, make_recipe, read_late
 
 DIM = 4
+HIT = torch.tensor([True, True, True])
 
 
 def make_blocks(counts: Sequence[int] = tuple(range(60, 0, -1))) -> RowBlocks:
@@ -137,6 +138,21 @@ def test_steps_are_those_of_the_oracle(
         fresh = normalised_reference(gradient, hits)
         step_reference(expected, average, fresh, hits, died, rate=rate, averaging=averaging, floor=floor)
         torch.testing.assert_close(alpha, torch.tensor(expected), atol=1e-5, rtol=0)
+
+
+@given(st.lists(columns, min_size=1, max_size=4), st.sampled_from([-1.0, 1.0]))
+def test_columns_die_once_and_for_all(retained: list[list[list[bool]]], pushes: float) -> None:
+    """Whatever is retained later, and however much validation wants them; the others never go below their floor."""
+    alpha, optimizer = make_optimizer(rate=0.9, floor=0.05)
+    living = torch.ones(3, DIM, dtype=torch.bool)
+    for columns_of_stage in retained:
+        living &= torch.tensor(columns_of_stage)
+        optimizer.retain_({DIM: torch.tensor(columns_of_stage)})
+        for _ in range(3):
+            optimizer.step({DIM: pushes * torch.ones(3, DIM)}, {DIM: HIT})
+            assert torch.equal(alpha > 0, living)
+            assert bool((alpha[living] >= 0.05).all())
+            assert bool((alpha[living] <= 1).all())
 
 
 CPU = torch.device("cpu")
