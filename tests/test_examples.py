@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 import re
 from collections.abc import Callable, Iterable
 from itertools import pairwise
@@ -532,6 +533,25 @@ FOLDERS = {
 }
 
 
+def test_scalars_of_held_out_lines_move_no_bucket_of_the_training_lines(tmp_path):
+    """Buckets and their order by frequency: so many equal values would be a bucket near the top."""
+    lines = [criteo_line(i) for i in range(200)]
+    folders = [tmp_path / "published", tmp_path / "changed"]
+    for folder in folders:
+        folder.mkdir()
+    write(folders[0] / "train.txt", lines)
+    recipe = criteo.fm(folders[0], embedding_dim=2)
+    for row in torch.cat([split.rows for split in splits_of(recipe)[1:]]).tolist():
+        label, *rest = lines[row].split("\t")
+        lines[row] = "\t".join([label, *["8"] * len(DEFAULT_INT_NAMES), *rest[len(DEFAULT_INT_NAMES) :]])
+    write(folders[1] / "train.txt", lines)
+    changed = criteo.fm(folders[1], embedding_dim=2)
+    for batch, other in zip(recipe.data.train, changed.data.train, strict=True):
+        assert torch.equal(batch.sparse_features.values(), other.sparse_features.values())
+    held_out = [next(iter(built.data.test)).sparse_features.values() for built in (recipe, changed)]
+    assert not torch.equal(*held_out)
+
+
 @pytest.mark.real_data
 @pytest.mark.parametrize(
     "name",
@@ -917,6 +937,20 @@ class TestNeuMFTopK:
         whole = recipe.data.train.joined_with(recipe.data.validation)
         assert len(list(whole)) == len(whole)
 
+    def test_every_query_has_its_candidates(self, folder, caplog):
+        with caplog.at_level(logging.WARNING):
+            recipe = ncf.neumf_topk(folder)
+        batches = list(recipe.data.test)
+        assert all(isinstance(batch, RankingBatch) for batch in batches)
+        queries, labels = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("queries", "labels"))
+        sizes = [16] * NUM_USERS
+        sizes[4] = 15  # the positive among the negatives was dropped there
+        assert queries.bincount().tolist() == sizes
+        assert queries[labels == 1].tolist() == list(range(NUM_USERS))
+        users = torch.cat([batch.sparse_features["user"].values() for batch in batches])
+        assert torch.equal(users, load_leave_one_out(folder).test_users[queries])
+        assert "in 1 lines the positive stood among the negatives" in caplog.text
+
     @pytest.mark.parametrize("recipe", [ncf.neumf_topk, ncf.neumf_topk_32, ncf.mf_topk, ncf.mlp_topk])
     def test_is_judged_by_ranking_on_the_same_splits(self, folder, recipe, gloo):
         whole, part = ncf.neumf_topk(folder, seed=1), recipe(folder, seed=1, embedding_dim=2)
@@ -930,6 +964,9 @@ class TestNeuMFTopK:
         test, selection = (evaluate(task, split, part.loss, CPU) for split in (part.data.test, part.data.selection))
         assert {f"ndcg@{k}" for k in RANKING_KS} < set(test)
         assert {"logloss", "auc", "ne"} < set(selection)
+        same, other = (recipe(folder, seed=seed, embedding_dim=2).model.state_dict() for seed in (1, 2))
+        assert same_weights(part.model.state_dict(), same)
+        assert not same_weights(same, other)
 
 
 def columns_of(samples: Samples) -> dict[str, torch.Tensor]:
@@ -1256,6 +1293,7 @@ def test_labels_are_the_click_and_the_rating(ml_1m: Path, batch) -> None:
 
 def test_it_is_searched_from_its_frame_and_from_its_file(gloo, tmp_path: Path) -> None:
     drawn = draw_frame(400)
+    assert drawn.equals(draw_frame(400))
     drawn.to_parquet(tmp_path / "clicks.parquet")
     ours = recipe(tmp_path, embedding_dim=8)
     assert ours.data.encoder.num_embeddings.keys() == {"user", "item", "colours"}

@@ -18,7 +18,7 @@ from dnis_torchrec import BilevelStream, BilevelTrainPipeline, LevelSchedule, Si
 from examples.paper import hypergradient
 from examples.paper.__main__ import main
 from examples.paper.blocks import global_blocks
-from examples.paper.hypergradient import UnrolledHypergradient, unrolled_gradient
+from examples.paper.hypergradient import UnrolledHypergradient, difference_radius, unrolled_gradient
 from examples.paper.pruning import keep_largest_, num_values, prune_values_
 from examples.paper.search import PaperSettings, fine_tune_, search_as_published
 from examples.paper.sparse_rows import load_table, lookup, save_tables
@@ -98,6 +98,23 @@ def test_equals_finite_differences_of_the_true_objective(steps: list[float]) -> 
         expected.view(-1)[index] = (above - below).detach() / (2 * h)
     torch.testing.assert_close(gradient, expected, atol=1e-8, rtol=1e-6)
     assert (first_order - expected).abs().max() > 0.003 * steps[0]  # the second order is not a detail
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_float32_is_precise_enough_and_no_other_radius_is_much_better(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    exact, rounded = SmallProblem(seed, torch.float64), SmallProblem(seed, torch.float32)
+    (truth,) = torch.autograd.grad(objective(exact.weights, exact.alpha, *exact.losses, [1.0] * 3), [exact.alpha])
+    own = difference_radius(torch.float32)
+    errors = {}
+    for factor in (1e-3, 1.0, 1e2):
+        monkeypatch.setattr(hypergradient, "difference_radius", lambda _, factor=factor: own * factor)
+        gradient = by_autograd(rounded.weights, rounded.alpha, *rounded.losses, [1.0] * 3)
+        errors[factor] = float((gradient - truth).norm() / truth.norm())
+    assert errors[1.0] < 1e-4
+    assert errors[1e-3] > 3 * errors[1.0]
+    assert errors[1e2] > 3 * errors[1.0]
 
 
 @given(

@@ -147,6 +147,21 @@ def test_an_artifact_alone_says_that_ids_are_passed_on(tmp_path: Path) -> None:
     assert dnis.load(dnis.export(model, scheme, tmp_path / "artifact")).need_indices()
 
 
+def test_large_packed_tables_are_cut_into_files(tmp_path: Path) -> None:
+    from dnis_torchrec.allocation.compress import served_collections
+    from dnis_torchrec.artifact.write import write_artifact
+
+    model = dlrm()
+    result = dnis.compress(model, BATCHES, loss=BCE, compression=4)
+    (module,) = served_collections(model).values()
+    rows = module.bit_fields()
+    write_artifact(rows, result.scheme, tmp_path / "cut", forms=["packed"], max_file_bytes=1700)
+    assert len(list((tmp_path / "cut" / "packed").iterdir())) > 1
+    served = dnis.load(tmp_path / "cut", verify=True)
+    features = BATCHES[0].sparse_features
+    assert served(features).values().equal(module(features).values())
+
+
 def test_another_scheme_and_another_form_are_refused(tmp_path: Path) -> None:
     model = dlrm()
     other = dnis.compress(dlrm(), BATCHES, loss=BCE, compression=10).scheme

@@ -18,8 +18,10 @@ from torchrec.models.dlrm import DLRM, DLRM_DCN, DLRM_Projection, DLRMTrain
 from torchrec.modules.deepfm import FactorizationMachine as SumOfPairs
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec import blocks_from_counts, prepare_, shard_model
@@ -172,6 +174,27 @@ def test_training_does_not_notice(name: str) -> None:
             )
     zeros = torch.zeros(BATCH_SIZE, 0)
     torch.testing.assert_close(first(zeros, kjt), second(zeros, kjt), atol=1e-4, rtol=1e-4)
+
+
+def test_fused_row_wise_adagrad_does_not_notice() -> None:
+    """Its state is a number per row, the mean of squared gradients, which no rotation changes."""
+    models = []
+    for _ in range(2):
+        model = build("mf")
+        for module in model.modules():
+            if isinstance(module, EmbeddingBagCollection):
+                apply_optimizer_in_backward(RowWiseAdagrad, module.parameters(), {"lr": 0.1})
+        models.append(shard_as(model, "table_wise", fused=None))
+    counts, kjt = counts_of(build("mf")), features_of(build("mf"))
+    optimizers = [optimizer_of(model, sgd) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train(model, optimizer, kjt, 2)
+    (rotation,) = rotate_(models[0], counts, optimizers[0])
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train(model, optimizer, kjt, 3)
+    turned, straight = (tables_of(model) for model in models)
+    for table in turned:
+        torch.testing.assert_close(turned[table], (straight[table].double() @ rotation).float(), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("fused", [False, True])

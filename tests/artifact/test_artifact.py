@@ -39,6 +39,7 @@ from tests.reference import (
     cases,
     coded_case,
     coded_tables,
+    keyed_jagged_tensor,
     rounded,
     table_scheme,
     two_tables,
@@ -197,6 +198,22 @@ def test_names_that_look_alike_as_files(tmp_path: Path) -> None:
     path = write_artifact(tables, MixedDimensionScheme(schemes), tmp_path / "a", forms=FORMS)
     assert names_in(tmp_path) == ["a"]
     assert all(whole_table(path, name).equal(tables[name]) for name in names)
+
+
+def test_a_table_is_cut_where_its_bytes_are(tmp_path: Path) -> None:
+    routing = RowRouting(400, 2, boundaries=torch.tensor([0, 100, 400]))
+    retained = torch.tensor([[True] * 8, [True] + [False] * 7])
+    weight = torch.randn(400, 8) * retained[routing.all_blocks()]
+    scheme = MixedDimensionScheme({"t": table_scheme("t", routing, retained)})
+    path = write_artifact({"t": weight}, scheme, tmp_path / "a", max_file_bytes=2000, forms=FORMS)
+    for form in FORMS:
+        shards = read_manifest(path)["tables"]["t"]["shards"][form]
+        assert len({shard["num_rows"] for shard in shards[:-1]}) > 1  # fewer of the long ones
+        assert (
+            load(path, form=form)(keyed_jagged_tensor({"f": [[(i, 1.0)] for i in range(400)]})).values().equal(weight)
+        )
+    sizes = [(path / shard["file"]).stat().st_size for shard in shards_of(path)]
+    assert max(sizes) <= 2000
 
 
 def test_rows_are_read_once_and_a_rank_without_any_writes_nothing(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from dnis_torchrec.allocation.axes import LinearReader, RotationGroup
 from dnis_torchrec.allocation.compress import measure_
 from dnis_torchrec.artifact.load import read_scheme
 from dnis_torchrec.artifact.narrow import narrow_for_training_, widened_, widened_state
+from dnis_torchrec.artifact.write import write_artifact
+from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving import MixedDimensionEmbeddingBagCollection
 from dnis_torchrec.training.checkpoint import (
@@ -352,6 +354,25 @@ def test_the_first_predictions_are_those_of_the_artifact(tmp_path: Path) -> None
     train(model, optimizer, 9, ROWS)
     learnt = (narrow.widened().embedding_bags["item"].weight[-250:] != 0).sum(1)
     assert sorted(learnt.unique().tolist()) == [0, 8]
+
+
+def test_rows_of_no_block_begin_as_those_of_torchrec(tmp_path: Path) -> None:
+    routing = RowRouting(ROWS, 1, boundaries=torch.tensor([0, 100]))
+    options = {"collection": "collection", "feature_names": ("item",)}
+    item = table_scheme("item", routing, torch.ones(1, 24, dtype=torch.bool), **options)
+    user = RowRouting(200, 1, boundaries=torch.tensor([0, 200]))
+    options["feature_names"] = ("user",)
+    scheme = MixedDimensionScheme(
+        {"item": item, "user": table_scheme("user", user, torch.ones(1, 24, dtype=torch.bool), **options)}
+    )
+    tables = {name: bag.weight.detach() for name, bag in Pair().collection.embedding_bags.items()}
+    tables["item"][100:] = 0
+    write_artifact(tables, scheme, tmp_path / "artifact", dense_state=Pair().head.state_dict(prefix="head."))
+    model, _ = narrow_for_training_(Pair(1), tmp_path / "artifact")
+    weight = model.collection.widened().embedding_bags["item"].weight.detach()
+    assert weight[:100].equal(tables["item"][:100])
+    assert bool((weight[100:] != 0).all())
+    assert float(weight[100:].abs().max()) <= ROWS**-0.5
 
 
 def test_rows_move_to_the_width_of_their_count_and_keep_what_they_learnt(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from dnis_torchrec.selection.plan import (
     make_sharding_plan,
     shard_model,
 )
-from dnis_torchrec.selection.shards import collections, table_configs
+from dnis_torchrec.selection.shards import collections, local_shards, table_configs
 from dnis_torchrec.selection.swap import merge_, prepare_, unshard_
 from dnis_torchrec.selection.torchrec_inputs import remap
 from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingBagCollection, SoftSelectionEmbeddingCollection
@@ -152,6 +152,15 @@ def test_the_planner_leaves_mean_tables_whole(gloo: dist.ProcessGroup) -> None:
     topology = Topology(world_size=4, local_world_size=4, compute_device="cpu")
     plan = make_sharding_plan(pooled_in_two_ways(), CPU, SHARDERS, constraints=constraints, topology=topology)
     assert not {plan.plan["ebc"][name].sharding_type for name in "ac"} & set(ROW_WISE)
+
+
+def test_tables_on_meta_are_initialised_by_torchrec(gloo: dist.ProcessGroup) -> None:
+    table = EmbeddingBagConfig(name="t", num_embeddings=9, embedding_dim=8, feature_names=["f"])
+    model = nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=[table], device=torch.device("meta"))})
+    sharded = shard_model(model, CPU)
+    (part,) = [part for module in collections(sharded).values() for part in local_shards(module)]
+    assert part.weight.shape == (9, 8)
+    assert 0 < float(part.weight.abs().max()) <= 1 / 3
 
 
 @pytest.mark.parametrize(
