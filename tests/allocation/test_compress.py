@@ -1,18 +1,23 @@
-"""A trained model compressed in place, the sample of rows behind it, whole rows of shards."""
+"""A trained model compressed in place, the sample of rows behind it, and gains of held-out samples beside an oracle."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.optimize import minimize
 from torch import Tensor, nn
+from torch.func import functional_call
 from torchrec.datasets.utils import Batch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -20,18 +25,27 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import dnis_torchrec as dnis
 from dnis_torchrec import scheme
-from dnis_torchrec.allocation import compress as module
+from dnis_torchrec.allocation import compress as compressing
 from dnis_torchrec.allocation import energies as row_sample
 from dnis_torchrec.allocation.axes import LinearReader, RotationGroup
 from dnis_torchrec.allocation.compress import Measured, measure_, packed_collections
+from dnis_torchrec.allocation.contributions import watched_collection
 from dnis_torchrec.allocation.energies import UNSEEN_WEIGHT, rounding_energies, sample_rows, whole_rows
+from dnis_torchrec.allocation.gains import ENOUGH_NATS, Gains, OutputBias, _Layout, _Problem, output_bias
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
+from dnis_torchrec.blocks.codes import ColumnCodes, decode_rows, encode_rows, feedback_of, is_coded
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.blocks.routing import RowRouting
+from dnis_torchrec.data.batches import slice_of
 from dnis_torchrec.ranks import Ranks
-from dnis_torchrec.selection.shards import TableShard
+from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.selection.shards import TableShard, collections
 from dnis_torchrec.serving import PackedEmbeddingBagCollection
-from tests.models import nearest_codes
+from dnis_torchrec.training.rounded import RoundedTables
+from tests import models
+from tests.allocation.test_curvature import CASES as CURVATURE_CASES
+from tests.allocation.test_curvature import Case, make_batch, make_batches, make_blocks, make_model
+from tests.models import interest, nearest_codes
 from tests.reference import rounding_error_reference
 
 ROWS = {"user": (60, 8), "genre": (30, 8), "bias": (60, 1), "one": (1, 4), "unread": (20, 4)}
@@ -158,7 +172,7 @@ def test_several_sizes_share_what_was_measured_and_the_model_stays(monkeypatch: 
     torch.testing.assert_close(predictions(model), before, rtol=1e-5, atol=1e-5)
     increases = []
     for compression, step in ((3, 4096), (4, 1), (6, 7)):
-        monkeypatch.setattr(module, "rows_per_chunk", lambda _, step=step: step)
+        monkeypatch.setattr(compressing, "rows_per_chunk", lambda _, step=step: step)
         state = copy.deepcopy(model.state_dict())
         found = measured.allocate(compression=compression)
         served = copy.copy(model)
@@ -174,7 +188,7 @@ def test_several_sizes_share_what_was_measured_and_the_model_stays(monkeypatch: 
 
 
 def test_every_row_has_a_block_and_counts_may_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "blocks_from_counts", partial(module.blocks_from_counts, least_rows=1))
+    monkeypatch.setattr(compressing, "blocks_from_counts", partial(compressing.blocks_from_counts, least_rows=1))
     counted = measure_(trained(), BATCHES, loss=nn.MSELoss())
     given = measure_(trained(), BATCHES, loss=nn.MSELoss(), counts=counted.counts)
     for name, (rows, _) in ROWS.items():
@@ -369,3 +383,417 @@ def test_a_rank_without_a_shard_walks_through_a_cut_table_too() -> None:
     rows = whole_rows([], {"t": (4, 2)}, OtherHoldsColumns())["t"]
     assert (rows.is_cut, rows.copies) == (True, 2)
     assert [chunk.rows for chunk in rows.chunks()] == [slice(0, 4)]
+
+
+MSE, BCE = nn.MSELoss(), nn.BCEWithLogitsLoss()
+PHI = 0.8
+TRAIN, HELD_OUT = BATCHES[:2], [batch(seed, 512) for seed in (10, 11)]
+
+
+@pytest.fixture(autouse=True)
+def held_out_labels(labels: None) -> None:
+    """Held-out samples want users to count less than they do in the model."""
+    model = trained()
+    model.pairs.embedding_bags.user.weight.data.mul_(0.8)
+    for own in HELD_OUT:
+        with torch.no_grad():
+            own.labels = model(own.dense_features, own.sparse_features)
+
+
+@cache
+def measured(*, learns: bool = True, leave_alone: tuple[str, ...] = ()) -> Measured:
+    """On the training samples; scales learn on those that are held out. No test changes it."""
+    return measure_(trained(), TRAIN, loss=MSE, held_out=HELD_OUT if learns else None, leave_alone=leave_alone)
+
+
+@given(st.integers(0, 2**31), st.booleans(), st.booleans())
+def test_a_gain_leaves_every_code_as_it_was(seed: int, has_feedback: bool, twice: bool) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (3, 5)
+    bits = torch.tensor([0, 1, 2, 4, 8, 32])[torch.randint(6, shape, generator=generator)].byte()
+    scale = torch.where(is_coded(bits), torch.rand(shape, generator=generator) + 0.01, 1.0).bfloat16().float()
+    shift = torch.where(is_coded(bits), torch.randint(-9, 9, shape, generator=generator), 0).short()
+    noise = torch.randn(3, 5, 5, dtype=torch.float64, generator=generator)
+    feedback = feedback_of(noise @ noise.transpose(1, 2), bits) if has_feedback else None
+    codes = ColumnCodes(bits, scale, shift, feedback)
+    rows, blocks = torch.randn(40, 5, generator=generator), torch.randint(4, (40,), generator=generator)
+    gains = [0.7 + torch.rand(shape, generator=generator) for _ in range(1 + twice)]
+    learnt = codes
+    for gain in gains:
+        learnt = learnt.with_gain(gain)
+    encoded, again = (encode_rows(rows, blocks, own) for own in (codes, learnt))
+    of_codes = torch.cat([is_coded(bits), torch.ones(1, 5).bool()])[blocks]
+    assert again[of_codes].equal(encoded[of_codes])  # float32 columns take up errors in another last bit
+    ratio = torch.where(is_coded(bits), learnt.scale / scale, 1.0)
+    wanted = decode_rows(encoded, blocks, codes) * torch.cat([ratio, torch.ones(1, 5)])[blocks]
+    torch.testing.assert_close(decode_rows(again, blocks, learnt), wanted)
+    product = torch.stack(gains).prod(0)
+    torch.testing.assert_close(ratio, torch.where(is_coded(bits), product, 1.0), rtol=0.02, atol=0)
+
+
+def outputs(model: nn.Module, batches: list[Batch]) -> Tensor:
+    with torch.no_grad():
+        return torch.cat([model(own.dense_features, own.sparse_features) for own in batches])
+
+
+def losses(predicted: Tensor, batches: list[Batch]) -> Tensor:
+    return (predicted - torch.cat([own.labels for own in batches])).square()
+
+
+def loss_with(
+    model: nn.Module, blocks: RowBlocks, alpha: dict[str, Tensor], shift: float, batches: list[Batch]
+) -> float:
+    """The naive way: whole tables are multiplied by alpha of their rows, and the model is called."""
+    model = copy.deepcopy(model).eval()
+    for collection in collections(model).values():
+        for name, bag in tables_of(collection).items():
+            bag.weight.data.copy_(bag.weight * alpha[name].to(bag.weight)[blocks.routings[name].all_blocks()])
+    with torch.no_grad():
+        z = [model(own.dense_features, own.sparse_features).double() + shift for own in batches]
+    return float(BCE(torch.cat(z), torch.cat([own.labels for own in batches]).double()))
+
+
+def tables_of(collection: nn.Module) -> dict[str, nn.Module]:
+    return dict(getattr(collection, "embedding_bags", None) or collection.embeddings)
+
+
+def problem_of(model: nn.Module, blocks: RowBlocks, batches: list[Batch], *, moves_shift: bool = True) -> _Problem:
+    """The problem of all columns of all blocks."""
+    dims = {name: bag for own in collections(model).values() for name, bag in tables_of(own).items()}
+    layout = _Layout(
+        {name: torch.ones(blocks.routings[name].num_blocks, bag.weight.shape[1]).bool() for name, bag in dims.items()}
+    )
+    of = [watched_collection(own, blocks, torch.device("cpu")) for own in collections(model).values()]
+    samples = [(own, f"batch {index}") for index, own in enumerate(batches)]
+    return _Problem(model.eval(), BCE, of, samples, Ranks(), layout=layout, phi=PHI, moves_shift=moves_shift)
+
+
+ASSIGNED = [name for name, case in CURVATURE_CASES.items() if not case.unassigned]
+
+
+@pytest.mark.parametrize("name", [*ASSIGNED, "sequences"])
+def test_loss_and_gradient_are_those_of_tables_that_are_multiplied(name: str) -> None:
+    model, blocks, batches = problem_case(name)
+    problem = problem_of(model, blocks, batches)
+    layout = problem._layout
+    point, generator = 0.3 * torch.randn(layout.size, dtype=torch.float64), torch.Generator().manual_seed(5)
+    loss, slopes = problem._derive(problem._all, point)
+
+    def at(values: Tensor) -> float:
+        alpha = {table: part.float() for table, part in layout.alpha(values).items()}
+        return loss_with(model, blocks, alpha, float(layout.shift(values)), batches)
+
+    assert loss == pytest.approx(at(point), rel=1e-5)
+    for _ in range(4):
+        way = torch.randn(layout.size, dtype=torch.float64, generator=generator)
+        step = 1e-2 * way
+        assert float(slopes @ way) == pytest.approx((at(point + step) - at(point - step)) / 2e-2, rel=2e-2, abs=1e-3)
+
+
+def naive_solution(
+    problem: _Problem, model: nn.Module, blocks: RowBlocks, batches: list[Batch], strengths: tuple[float, float]
+) -> tuple[Tensor, Callable[[Tensor], float]]:
+    """Where the objective of the paper's upper level is least, by BFGS on whole tables that are multiplied."""
+    layout, model = problem._layout, copy.deepcopy(model).eval().requires_grad_(False)
+    of = {name: bag for own in collections(model).values() for name, bag in tables_of(own).items()}
+    keys = {
+        name: next(key for key, value in model.named_parameters() if value is bag.weight) for name, bag in of.items()
+    }
+    num_samples = sum(len(own.labels) for own in batches)
+
+    def objective(values: Tensor) -> Tensor:
+        alpha = layout.alpha(values)
+        weights = {
+            keys[name]: bag.weight * alpha[name].float()[blocks.routings[name].all_blocks()] for name, bag in of.items()
+        }
+        z = [functional_call(model, weights, (own.dense_features, own.sparse_features)) for own in batches]
+        z, y = torch.cat(z).double() + layout.shift(values), torch.cat([own.labels for own in batches]).double()
+        prior, last = values.square() / 2, layout.num_of_blocks
+        of_blocks, of_columns = prior[: last - 1].sum(), prior[last:].sum()
+        return num_samples * BCE(z, y) / PHI + of_blocks / strengths[0] ** 2 + of_columns / strengths[1] ** 2
+
+    def both(values: np.ndarray) -> tuple[float, np.ndarray]:
+        point = torch.from_numpy(values).requires_grad_()
+        value = objective(point)
+        return float(value.detach()), torch.autograd.grad(value, point)[0].numpy()
+
+    result = minimize(both, np.zeros(layout.size), jac=True, method="BFGS", options={"gtol": 1e-4})
+    return torch.from_numpy(result.x), lambda values: float(objective(values))
+
+
+@pytest.mark.parametrize("name", ["one id", "mean", "sequences"])
+def test_the_solution_is_as_good_as_that_on_whole_tables(name: str) -> None:
+    model, blocks, batches = problem_case(name)
+    problem = problem_of(model, blocks, batches)
+    strengths = 3.0, 1.0
+    naive, objective = naive_solution(problem, model, blocks, batches, strengths)
+    solution = problem._solve(problem._all, torch.zeros(problem._layout.size, dtype=torch.float64), strengths)
+    assert objective(solution) - objective(naive) < 2 * ENOUGH_NATS
+    assert objective(torch.zeros_like(naive)) - objective(naive) > 3 * ENOUGH_NATS  # there is something to find
+
+
+def problem_case(name: str) -> tuple[nn.Module, RowBlocks, list[Batch]]:
+    """A model, blocks of its tables and batches: of bags, or of single ids and bags."""
+    if name != "sequences":
+        case = CURVATURE_CASES[name]
+        return make_model(case), make_blocks(case), [make_batch(case, seed, 64) for seed in range(3)]
+    model, batches = interest(), [models.make_batch(seed) for seed in range(9)]
+    return model, models.blocks_of(model, batches, num_blocks=3), batches
+
+
+def click_case(num_batches: int, *, are_shuffled: bool = False) -> list[Batch]:
+    """Held-out batches whose labels are drawn from the model with its users' factors halved, or at random."""
+    model = trained()
+    model.pairs.embedding_bags.user.weight.data.mul_(0.3)
+    result = [batch(seed, 512) for seed in range(20, 20 + num_batches)]
+    for seed, own in enumerate(result):
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            z = model(own.dense_features, own.sparse_features)
+        own.labels = (torch.rand(len(z), generator=generator) < z.sigmoid()).float()
+        if are_shuffled:
+            own.labels = own.labels[torch.randperm(len(z), generator=generator)]
+    return result
+
+
+def taught(held_out: list[Batch], **options: Any) -> Gains:
+    """What batches teach a model whose tables are as they were trained."""
+    model = options.pop("model", None) or trained()
+    measured = measure_(model, click_case(2), loss=BCE, held_out=held_out, **options)
+    every = {name: torch.ones(len(part), part.shape[1]).bool() for name, part in measured.curvature.curvature.items()}
+    return measured.sample.fit(every)
+
+
+def test_what_can_be_gained_is_found_and_cross_fitted() -> None:
+    held_out, others = click_case(4), click_case(12)[4:]
+    gains = taught(held_out)
+    model, blocks = trained(), measured_on_training_samples().blocks
+    ones = {name: torch.ones_like(part) for name, part in gains.alpha.items()}
+    plain, better = (
+        loss_with(model, blocks, alpha, shift, others) for alpha, shift in ((ones, 0.0), (gains.alpha, gains.shift))
+    )
+    assert gains.strengths[0] > 0
+    assert better < plain - 0.02
+    assert gains.loss == pytest.approx(better, abs=0.03)
+
+
+def test_nothing_is_gained_where_labels_are_chance() -> None:
+    """Labels of a model that is right: its factors are the best there are."""
+    model = trained()
+    held_out = click_case(4)
+    for seed, own in enumerate(held_out):
+        with torch.no_grad():
+            chance = model(own.dense_features, own.sparse_features).sigmoid()
+        own.labels = (torch.rand(len(chance), generator=torch.Generator().manual_seed(seed)) < chance).float()
+    gains = taught(held_out)
+    assert gains.strengths == (0.0, 0.0)
+    assert gains.shift == 0
+    assert all(bool((part == 1).all()) for part in gains.alpha.values())
+
+
+def test_samples_that_a_loss_leaves_out_count_for_nothing() -> None:
+    def known(z: Tensor, y: Tensor) -> Tensor:
+        return BCE(z[y >= 0], y[y >= 0])
+
+    held_out = click_case(4)
+    for own in held_out:
+        own.labels[:100] = -1  # whole parts of a batch
+    measured = measure_(trained(), click_case(2), loss=known, held_out=held_out)
+    every = {name: torch.ones(part.shape).bool() for name, part in measured.curvature.curvature.items()}
+    gains = measured.sample.fit(every)
+    assert gains.strengths[0] > 0
+    assert gains.loss < 0.6
+
+
+def test_frozen_tables_gain_nothing() -> None:
+    model = trained()
+    model.pairs.embedding_bags.user.weight.requires_grad_(False)
+    gains = taught(click_case(4), model=model)
+    assert bool((gains.alpha["user"] == 1).all())
+    assert not bool((gains.alpha["genre"] == 1).all())
+
+
+def test_the_order_of_batches_within_a_half_does_not_matter() -> None:
+    first, second, third, fourth = click_case(4)
+    one, other = taught([first, second, third, fourth]), taught([third, fourth, first, second])
+    assert one.strengths == other.strengths
+    for name, part in one.alpha.items():
+        torch.testing.assert_close(part, other.alpha[name], rtol=0, atol=1e-3)
+
+
+def test_a_batch_alone_is_cut_into_halves() -> None:
+    [own] = click_case(1)
+    assert taught([own]).strengths[0] > 0
+    assert taught([slice_of(own, 0, 1)]).strengths == (0.0, 0.0)
+
+
+@cache
+def compressed(*, learns: bool) -> tuple[nn.Module, dnis.Allocation]:
+    """A compressed model, which no test changes."""
+    model = trained()
+    return model, dnis.compress(model, TRAIN, loss=MSE, compression=10, held_out=HELD_OUT if learns else None)
+
+
+def test_held_out_samples_lose_less() -> None:
+    fitted, learnt = (
+        losses(outputs(compressed(learns=learns)[0], HELD_OUT), HELD_OUT).mean() for learns in (False, True)
+    )
+    assert learnt < fitted - 1e-3
+
+
+def test_the_model_is_as_it_was_and_tables_left_alone_too() -> None:
+    found, fitted = (measured(learns=learns, leave_alone=("one",)) for learns in (True, False))
+    before, state = predictions(found.model), copy.deepcopy(found.model.state_dict())
+    scheme = fitted.allocate(compression=4).scheme
+    learnt = found.sample.predict(scheme).scheme
+    assert learnt is not None
+    assert all(value.equal(state[name]) for name, value in found.model.state_dict().items())
+    assert predictions(found.model).equal(before)
+    same = {name: table.codes.scale.equal(scheme.tables[name].codes.scale) for name, table in learnt.tables.items()}
+    assert same["one"]
+    assert not all(same.values())
+
+
+def test_tables_that_go_over_to_learnt_scales_hold_what_they_stand_for() -> None:
+    """With no feedback either: a gain alone moves rows, too."""
+    found = measured().allocate(compression=6).scheme
+    scheme = MixedDimensionScheme({name: replace(table, feedback=None) for name, table in found.tables.items()})
+    assert all(table.gain is not None for table in scheme.tables.values())
+    model = trained()
+    bags = {name: bag for part in (model.pairs, model.rest) for name, bag in part.embedding_bags.items()}
+    own = {name: bag.weight.detach().clone() for name, bag in bags.items()}
+    RoundedTables(model, scheme)
+    for name, table in scheme.tables.items():
+        blocks = table.routing.all_blocks()
+        wanted = decode_rows(encode_rows(own[name], blocks, table.codes), blocks, table.codes)
+        torch.testing.assert_close(bags[name].weight.detach(), wanted)
+
+
+def test_on_held_out_samples_it_is_the_increase_of_their_loss() -> None:
+    others = BATCHES[2:3]  # one batch, that teaches nothing
+    found = measure_(trained(), BATCHES, loss=MSE, held_out=others)
+    models = found.model, rounded(found.model, found, 5.0)
+    before, after = (float(losses(outputs(model, others), others).mean()) for model in models)
+    predicted = found.sample.predict(found.allocate(compression=5).scheme).loss_increase
+    assert predicted == pytest.approx(after - before, rel=1e-4)
+
+
+@pytest.mark.parametrize("num_outputs", [1, 2])
+def test_of_any_loss_and_several_outputs_the_first_order_term_is_left_out(num_outputs: int) -> None:
+    case = Case(num_outputs=num_outputs)
+    net, batches = make_model(case), make_batches(case)
+    found = measure_(net, batches, loss=BCE)
+    net.eval()
+    z, moved = outputs(net, batches).requires_grad_(), outputs(rounded(net, found, 1.5), batches)
+    target = torch.cat([own.labels for own in batches]).double()
+    loss = BCE(z, target)
+    [slope] = torch.autograd.grad(loss, z)
+    expected = float(BCE(moved, target) - loss.detach() - (slope * (moved - z.detach())).sum())
+    assert found.allocate(compression=1.5).predicted_loss_increase == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_model_stays_bit_for_bit_even_if_predicting_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = measured_on_training_samples()
+    before = copy.deepcopy(found.model.state_dict())
+    scheme = found.allocate(compression=4).scheme
+    assert all(value.equal(before[name]) for name, value in found.model.state_dict().items())
+    seen = []
+
+    def fail(model: Model, dense_features: Tensor, sparse_features: object) -> Tensor:
+        state = found.model.state_dict()
+        seen.append([name for name, value in state.items() if not value.equal(before[name])])
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(Model, "forward", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        found.sample.predict(scheme)
+    assert "pairs.embedding_bags.user.weight" in seen[0]  # in codes while predicting
+    assert all(value.equal(before[name]) for name, value in found.model.state_dict().items())
+
+
+def test_a_largest_loss_is_kept_on_the_samples_in_the_fewest_bytes() -> None:
+    found = measured_on_training_samples()
+    limit = found.allocate(compression=7).predicted_loss_increase
+    least = found.allocate(max_loss=limit)
+    assert least.predicted_loss_increase <= limit
+    fewer = found.allocate(compression=least.compression / 0.97)
+    assert fewer.predicted_loss_increase > limit
+    with pytest.raises(ValueError, match=r"max_loss: expected at least .* for these bits, got 1e-12; allow more loss"):
+        found.allocate(max_loss=1e-12)
+    with pytest.raises(ValueError, match=r"max_loss: expected less than .* which dropping all tables"):
+        found.allocate(max_loss=1e6)
+
+
+def test_bad_samples_are_refused_by_place() -> None:
+    bad = copy.copy(BATCHES[1])
+    bad.labels = torch.full_like(bad.labels, torch.nan)
+    with pytest.raises(ValueError, match="batch 1"):
+        measure_(trained(), BATCHES, loss=MSE, held_out=[BATCHES[0], bad])
+    case = Case()
+    with pytest.raises(ValueError, match="batches: expected at least one batch, got none"):
+        measure_(make_model(case), make_batches(case), loss=BCE, held_out=[])
+
+
+class Wrapped(nn.Module):
+    """A model with a parameter and a buffer of one number, and what they do to its output."""
+
+    def __init__(self, output: Callable[[Wrapped, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.output = trained(), output
+        self.factor = nn.Parameter(torch.tensor([1.0]))
+        self.added = nn.Parameter(torch.tensor(0.25))
+        self.register_buffer("mean", torch.tensor(3.0))
+
+    def forward(self, dense_features: Tensor, sparse_features: object) -> Tensor:
+        return self.output(self, self.inner(dense_features, sparse_features))
+
+
+def bias_of(model: nn.Module, batch: Batch = BATCHES[0], loss: nn.Module = MSE) -> OutputBias | None:
+    return output_bias(model, batch, loss, Ranks())
+
+
+def without_own_bias(model: Wrapped) -> Wrapped:
+    """The same with the inner model's bias no parameter."""
+    for module in model.inner.modules():
+        if isinstance(getattr(module, "bias", None), nn.Parameter) and module.bias.numel() == 1:
+            own = module.bias.detach()
+            del module.bias
+            module.register_buffer("bias", own, persistent=False)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        (lambda model, z: z * model.factor, None),
+        (lambda model, z: z * model.factor + model.added, ("added", 1.0)),
+        (lambda model, z: z * model.factor - 2 * model.added, ("added", -2.0)),
+        (lambda model, z: torch.sigmoid(z + model.added), None),
+        (lambda model, z: z + model.mean, ("mean", 1.0)),
+        (lambda model, z: torch.stack([z + model.added, z], dim=1), None),
+        (lambda model, z: torch.stack([z, 2 * z], dim=1) + model.added, None),
+    ],
+)
+def test_it_is_what_adds_the_same_to_every_output(
+    output: Callable[[Wrapped, Tensor], Tensor], expected: tuple[str, float] | None
+) -> None:
+    model = without_own_bias(Wrapped(output))
+    before = copy.deepcopy(model.state_dict())
+    target = copy.copy(BATCHES[0])
+    target.labels = (
+        torch.stack([target.labels] * 2, dim=1) if output(model, torch.zeros(2)).dim() > 1 else target.labels
+    )
+    found = bias_of(model, target)
+    assert (found is None) == (expected is None)
+    if found is not None and expected is not None:
+        assert (found.name, round(found.gain, 4)) == expected
+        at_rest = model(target.dense_features, target.sparse_features)
+        with found.shifted(model, 0.3):
+            moved = model(target.dense_features, target.sparse_features)
+        torch.testing.assert_close(moved, at_rest + 0.3)
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+
+
+def test_without_held_out_samples_the_output_bias_stays() -> None:
+    model = trained()
+    assert dnis.compress(model, BATCHES, loss=MSE, compression=12).output_shift == 0
