@@ -17,10 +17,13 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.datasets.utils import Batch
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, EmbeddingBagSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 from torchrec.distributed.planner.types import ParameterConstraints
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.distributed.types import ShardedModule
+from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
@@ -30,7 +33,12 @@ import dnis_torchrec as dnis
 from dnis_torchrec import BilevelStream, BilevelTrainPipeline, LevelSchedule
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts
-from dnis_torchrec.selection.plan import default_sharders
+from dnis_torchrec.selection.plan import (
+    CpuEmbeddingBagCollectionSharder,
+    default_sharders,
+    make_sharding_plan,
+    shard_model,
+)
 from dnis_torchrec.selection.shards import collections, local_shards
 from dnis_torchrec.selection.swap import fold_, merge_, prepare_, unshard_
 from dnis_torchrec.selection.wrapper import (
@@ -331,6 +339,22 @@ def test_a_model_over_several_ranks_cannot_be_unsharded() -> None:
     sharded.get_submodule(next(n for n, _ in sharded.named_modules() if n.endswith("second")))._env = SeveralRanks
     with pytest.raises(NotImplementedError, match=r"FQN 'module\.second': supported is world size 1, got 2"):
         unshard_(sharded)
+
+
+@pytest.mark.parametrize("kind", ["table_wise", "row_wise", "data_parallel"])
+def test_merging_makes_sequence_embeddings_plain_too(gloo: object, kind: str) -> None:
+    config = EmbeddingConfig(name="sequence", num_embeddings=9, embedding_dim=8, feature_names=["movie_id"])
+    model = nn.ModuleDict({"pooled": collection(), "sequence": EmbeddingCollection(tables=[config])})
+    expected = model["sequence"](features())["movie_id"].values().detach()
+    sharders = [CpuEmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
+    prepared = prepare_(model, blocks_for(model), fqns=["pooled"])
+    constraints = {"sequence": ParameterConstraints(sharding_types=[kind])}
+    plan = make_sharding_plan(prepared, torch.device("cpu"), sharders, constraints=constraints)
+    merged = merge_(shard_model(prepared, torch.device("cpu"), plan, sharders))
+    assert not [fqn for fqn, module in merged.named_modules() if isinstance(module, ShardedModule)]
+    assert type(merged["sequence"]) is EmbeddingCollection
+    assert merged["sequence"].embedding_configs()[0].feature_names == ["movie_id"]
+    torch.testing.assert_close(merged["sequence"](features())["movie_id"].values(), expected, atol=0, rtol=0)
 
 
 def test_merging_names_what_stays_sharded(gloo: object) -> None:
