@@ -29,14 +29,6 @@ ROOT = Path(__file__).parents[1]
 FILE = ROOT / "torchx_components" / "dnis.py"
 LAUNCHING = (ROOT / "docs" / "launching.md").read_text(encoding="utf-8")
 RESTARTS = {"PET_MAX_RESTARTS": "0", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-SCHEDULERS = {
-    "local_cwd": "",
-    "slurm": "--mem=262144",
-    "lsf": "rusage[mem=262144]",
-    "aws_batch": "image:1",
-    "kubernetes": "image:1",
-}
-"""Scheduler -> what its request has to hold beside the command."""
 
 
 @pytest.fixture(autouse=True)
@@ -129,27 +121,6 @@ def test_the_components_stand_beside_torchxs_own() -> None:
     assert {"dist.ddp", "dist.spmd", "utils.echo", "utils.python", "utils.sh", "serve.torchserve"} <= names
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("name", ["search", "benchmark"])
-def test_every_scheduler_gets_the_command(
-    scheduler: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("LOGLEVEL", "ERROR")
-    queue = ["-cfg", "queue=q"] if scheduler in ("aws_batch", "kubernetes") else []
-    module = ["-m", "a.module"] if name == "benchmark" else []
-    options = ["-h", "gpu.xlarge", "--image", "image:1", *module]
-    torchx(
-        ["run", "-s", scheduler, "--workspace", "", "--dryrun", *queue, f"dnis.{name}", *options, "--", "x", "--out=y"]
-    )
-    application, request = capsys.readouterr().out.split("=== SCHEDULER REQUEST ===")
-    told = "".join(request.split()).replace("'", "").replace('"', "").replace("-,", "")
-    assert "a.module" in told if module else "dnis_torchrec" in told
-    assert re.search(rf"{'' if module else name}(,|\\n|-)*x(,|\\n|-)*--out=y", told), request
-    assert SCHEDULERS[scheduler] in request
-    assert "'gpu': 8" in application
-
-
 @pytest.mark.parametrize("line", documented())
 def test_the_documented_dry_runs_run_from_any_folder(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -161,7 +132,7 @@ def test_the_documented_dry_runs_run_from_any_folder(
     assert program == "torchx"
     torchx(arguments)
     application, request = capsys.readouterr().out.split("=== SCHEDULER REQUEST ===")
-    assert request.strip()
+    assert "dnis_torchrec" in re.sub(r"[\s'\",]", "", request)  # whatever the scheduler puts around it
     if plain:
         told = re.sub(r"'\s*'", "", application)
         assert "dnis_torchrec search examples.synthetic:demo --compression 5 --out runs/demo --overwrite" in told
