@@ -254,19 +254,19 @@ class _Plan(Plan):
         task = setup.recipe.task
         self._ramp = Ramp(setup.pipeline, setup.stream, setup.blocks, task, compression)
 
-    def phase_after(self, finished: Sequence[FinishedPhase]) -> Phase | None:
+    def phase_after(self, results: Sequence[FinishedPhase]) -> Phase | None:
         settings, patience = self._settings, self._settings.patience
-        if not finished:
+        if not results:
             steps = self._setup.steps_per_epoch
             if self._trained_steps:
                 return Phase(name=GIVEN, steps=min(GIVEN_STEPS, steps))
             return Phase(name=PLAIN, steps=settings.epochs * steps, patience=patience)
-        to_best = self._trained_steps or finished[0].best.lower_step
+        to_best = self._trained_steps or results[0].best.lower_step
         ramp = Phase(name=RAMP, steps=max(LEAST_STEPS, round(settings.ramp_share * to_best)))
         release = Phase(name=RELEASE, steps=to_best, patience=patience, starts_best=True)
-        return (ramp, release, None)[len(finished) - 1]
+        return (ramp, release, None)[len(results) - 1]
 
-    def begin(self, phase: Phase, finished: Sequence[FinishedPhase]) -> None:
+    def begin(self, phase: Phase, results: Sequence[FinishedPhase]) -> None:
         setup = self._setup
         if phase.name == GIVEN:
             set_learning_rates_(setup.model, setup.optimizer, tables=0.0, dense=0.0)
