@@ -238,7 +238,7 @@ def found_by(
 ) -> SearchOutcome:
     """A search of a second."""
     own = replace(SHORT, **settings)
-    return search(recipe, compression, folder, CPU, settings=own, events=events, saving=saving)
+    return search(recipe, compression, folder, CPU, settings=own, events=events, policy=saving)
 
 
 def assert_same_outcomes(first: SearchOutcome, second: SearchOutcome) -> None:

@@ -58,7 +58,7 @@ SHORT = SearchSettings(num_blocks=3, epochs=2, patience=2)
 
 def found_by(recipe: Recipe, folder: Path, events: SearchEvents | None = None, saving: Saving | None = None):
     """A search of a second."""
-    return search(recipe, SIZE, folder, CPU, settings=SHORT, events=events, saving=saving)
+    return search(recipe, SIZE, folder, CPU, settings=SHORT, events=events, policy=saving)
 
 
 def selection_loss_of(outcome: SearchOutcome, recipe: Recipe) -> float:
@@ -284,7 +284,7 @@ def given_to_search(
             settings=SHORT_OF_SEARCH_GIVEN,
             trained_epochs=trained_epochs,
             events=events,
-            saving=saving,
+            policy=saving,
         )
     except SearchInterrupted:
         return None, losses
@@ -509,7 +509,7 @@ def run(
 ) -> SearchOutcome:
     """A search of a second."""
     recipe, saving = factorization_machine(optimizer), Saving(resume=resume)
-    return search(recipe, 20, folder, CPU, settings=SHORT_OF_SEARCH_ROTATION, events=events, saving=saving)
+    return search(recipe, 20, folder, CPU, settings=SHORT_OF_SEARCH_ROTATION, events=events, policy=saving)
 
 
 @pytest.fixture
