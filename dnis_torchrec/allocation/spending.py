@@ -198,9 +198,9 @@ class Purse:
     table_of_block: Tensor
     overhead: Tensor
 
-    def spend(self, budget: int, steps: Tensor | None = None) -> Spent:
+    def spend(self, budget: int) -> Spent:
         """The most that a budget buys, met from below."""
-        order = torch.arange(len(self.path.block)) if steps is None else steps
+        order = torch.arange(len(self.path.block))
         bought, rest, most = self._none(), budget, torch.inf
         is_open = torch.zeros(len(self.overhead), dtype=torch.bool)
         smallest = 0

@@ -173,7 +173,7 @@ def _train(
     steps = sum(1 for _ in train)
     if epoch is not None:
         train.epoch = epoch  # counting the steps is no epoch of training
-    scheme, saving = uncompressed_scheme(recipe.model), Saving(resume=settings.resume)
+    scheme, policy = uncompressed_scheme(recipe.model), Saving(resume=settings.resume)
     torch.manual_seed(head["seed"])
     begin, narrow = time.monotonic(), None
     if settings.scheme is not None:
@@ -188,7 +188,7 @@ def _train(
         plan = Plan(Phase(name=PLAIN, steps=most, patience=patience))
         loop = TrainLoop(
             *(StreamPipeline(model, optimizer, device), stream, recipe, plan),
-            *(run.checkpoints, saving),
+            *(run.checkpoints, policy),
             events=events,
             steps_per_epoch=steps,
             data=fingerprints,
@@ -548,7 +548,7 @@ def _search(
             settings=SearchSettings(epochs=head["configuration"]["epochs"]),
             trained_epochs=trained_epochs,
             events=events,
-            saving=Saving(resume=settings.resume),
+            policy=Saving(resume=settings.resume),
         )
         seconds = outcome.seconds_before + time.monotonic() - begin
     data = split_over_ranks(recipe.data, Ranks.everyone())

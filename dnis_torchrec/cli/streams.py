@@ -92,7 +92,7 @@ def train_on_stream(
     if narrow is not None and narrow.states:
         pipeline.begin_with_states(narrow.states, stream)
     elif past is not None:
-        pipeline.begin_with(past.latest_checkpoint(), stream)
+        pipeline.begin_with(past.latest_checkpoint(), stream.first_train_batch())
     torch.manual_seed(seed)
     window = WINDOW_REPORTS * steps
     progressive = Progressive(stream, model, recipe.task, device, window)

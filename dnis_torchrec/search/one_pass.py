@@ -80,7 +80,7 @@ class OnePassSearch(Plan):
         )
         of_alpha = {"alpha_averaging": ALPHA_AVERAGING, "alpha_floor": ALPHA_FLOOR}
         self._pipeline = BilevelTrainPipeline(self._model, self._optimizer, device, **of_alpha)
-        self._pipeline.begin_with(checkpoint, batch)
+        self._pipeline.begin_with(checkpoint, batch, is_plain=True)
         ramp_steps = max(1, steps // 5)
         upper_steps = max(0, ramp_steps - FIRST_LOWER_STEPS)
         schedule = LevelSchedule(warm_up_steps=1, upper_steps=upper_steps)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -21,7 +21,7 @@ from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.task import data_terms_only
 from dnis_torchrec.data.urls import Address
-from dnis_torchrec.ranks import Ranks, on_rank_zero
+from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.search.schedule import BilevelStream, Level
 from dnis_torchrec.selection.alpha import Alpha, normalise_gradient, step_and_clip_
 from dnis_torchrec.selection.on_shards import select_on_shards_
@@ -34,19 +34,8 @@ from dnis_torchrec.selection.torchrec import (
 )
 from dnis_torchrec.selection.torchrec_inputs import PrefetchingTrainPipeline
 from dnis_torchrec.selection.wrapper import soft_selection_modules
-from dnis_torchrec.training.checkpoint import (
-    Manifest,
-    PlacedTensor,
-    TrainingState,
-    describe_tables,
-    model_tensors,
-    optimizer_tensors,
-    read_checkpoint,
-    rng_tensors,
-    set_rng_,
-    warm_up_,
-)
-from dnis_torchrec.training.pipeline import FiniteGuard
+from dnis_torchrec.training.checkpoint import PlacedTensor
+from dnis_torchrec.training.pipeline import FiniteGuard, SavedTrainPipeline
 
 LEARNING_RATE = 0.01
 """Of alpha, as in the paper."""
@@ -146,7 +135,7 @@ class _SharedGradient:
     work: dist.Work | None
 
 
-class BilevelTrainPipeline(PrefetchingTrainPipeline):
+class BilevelTrainPipeline(SavedTrainPipeline, PrefetchingTrainPipeline):
     """Interleaves lower and upper steps of the bi-level problem (paper, eq. 5 and 6).
 
         min over alpha of L_validation(Theta*(alpha), alpha),   Theta* = argmin over Theta of
@@ -193,7 +182,6 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         self.alpha_optimizer = AlphaOptimizer(
             self.alpha, first.blocks, momentum=alpha_averaging, floor=alpha_floor
         )
-        self.lower_steps = self.upper_steps = 0
         self._dense_optimizer = optimizer
         self._guard = FiniteGuard(model, self.process_group)
         self._kernels = fused_kernels(model)
@@ -228,73 +216,24 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         """embedding_dim -> alpha."""
         return {dim: self.alpha.of(dim) for dim in self.alpha.dims}
 
-    def state(self, stream: BilevelStream) -> TrainingState:
-        """Everything that goes on in a run, as `CheckpointSaver` takes it: weights, alpha, every
-        optimizer's state, random numbers, and how far both streams were stepped on. Local.
-
-        The tensors are live: copy the state before the next step.
-        """
-        self._guard.settle()
-        model, of_alpha = self._model, self.alpha_optimizer.state_dict()
-        return TrainingState(
-            tensors=model_tensors(model)
-            | optimizer_tensors(model, self._dense_optimizer)
-            | {
-                f"alpha_optimizer/{name}": PlacedTensor.of(value)
-                for name, value in of_alpha.items()
-            }
-            | rng_tensors(self._device),
-            tables=describe_tables(model),
-            values={
-                "lower_steps": self.lower_steps,
-                "upper_steps": self.upper_steps,
-                "stream": stream.state_dict(self.lower_steps + self.upper_steps),
-            },
-        )
+    def _more_tensors(self) -> dict[str, PlacedTensor]:
+        of_alpha = self.alpha_optimizer.state_dict().items()
+        return {f"alpha_optimizer/{name}": PlacedTensor.of(value) for name, value in of_alpha}
 
     def restore(
-        self, path: Address, stream: BilevelStream, more: Mapping[str, PlacedTensor] | None = None
+        self, path: Address, stream: Any, more: Mapping[str, PlacedTensor] | None = None
     ) -> Mapping[str, Any]:
-        """Goes on from a checkpoint, with any number of ranks and any sharding of the same tables;
-        returns its values. `more` are further tensors to be read in place."""
-        if self.contexts:
-            place, requirement = "restore", "a pipeline before its first step"
-            raise RuntimeError(describe(place, requirement, "one after it"))
-        manifest = on_rank_zero(lambda: Manifest.read(path).values, self.process_group)
-        batch = stream.first_train_batch().to(self._device)
-        warm_up_(self._model, self._dense_optimizer, batch, manifest["lower_steps"])
-        state = self.state(stream)
-        state = replace(state, tensors={**state.tensors, **(more or {})})
-        values = read_checkpoint(path, self._model, state.tensors, self.process_group)
-        alpha_state = self.alpha_optimizer.state_dict()
-        for name, value in alpha_state.items():
-            value.copy_(state.tensors[f"alpha_optimizer/{name}"].chunks[0].tensor.view(value.shape))
-        self.alpha_optimizer.load_state_dict(alpha_state)
-        self.lower_steps, self.upper_steps = values["lower_steps"], values["upper_steps"]
-        stream.load_state_dict(values["stream"])
-        set_rng_(state.tensors, self._device)
+        """See `SavedTrainPipeline.restore`."""
+        values = super().restore(path, stream, more)
+        optimizer = self.alpha_optimizer
+        optimizer.load_state_dict(optimizer.state_dict())  # it has been read in place
         return values
-
-    def begin_with(self, path: Address, batch: Any) -> None:
-        """Takes weights and the state of their optimizers from a checkpoint of the plain model;
-        `batch` is one to try things on."""
-        warm_up_(self._model, self._dense_optimizer, batch.to(self._device), 2)
-        tensors = model_tensors(self._model) | optimizer_tensors(self._model, self._dense_optimizer)
-        kinds, group = ("table", "model", "fused", "optimizer"), self.process_group
-        read_checkpoint(path, self._model, tensors, group, kinds=kinds, is_plain=True)
 
     def go_back(self, path: Address) -> None:
         """Takes weights, buffers, alpha and the state of the weights' optimizers from a checkpoint
         of this run; batches read, random numbers and steps taken stay. The collectives of
         `read_checkpoint`."""
-        tensors = model_tensors(self._model) | optimizer_tensors(self._model, self._dense_optimizer)
-        kinds = ("table", "model", "fused", "optimizer")
-        read_checkpoint(path, self._model, tensors, self.process_group, kinds=kinds)
-
-    def detach(self) -> nn.Module:
-        """Takes the model out of the pipeline; batches in flight stay with it."""
-        self._guard.settle()
-        return super().detach()
+        self._read(path)
 
     @property
     def level(self) -> Level:

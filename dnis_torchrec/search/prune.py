@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import InitVar, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,6 @@ class Size:
         compression: bytes of the float32 tables over those of the smaller ones, index bytes
             counted; above 1.
         embedding_bytes: bytes of all smaller tables together.
-        compression_ratio: the former name of `compression`, for scripts that give it.
 
     Raises:
         ValueError: if not exactly one of the two is given, or it is out of range.
@@ -59,13 +58,8 @@ class Size:
 
     compression: float | None = None
     embedding_bytes: int | None = None
-    compression_ratio: InitVar[float | None] = None
 
-    def __post_init__(self, compression_ratio: float | None) -> None:
-        if compression_ratio is not None:
-            requirement = "compression or compression_ratio, its former name"
-            check(self.compression is None, "size", requirement, "both")
-            object.__setattr__(self, "compression", compression_ratio)
+    def __post_init__(self) -> None:
         is_one = (self.compression is None) != (self.embedding_bytes is None)
         both = (self.compression, self.embedding_bytes)
         check(is_one, "size", "one of compression, embedding_bytes", both)

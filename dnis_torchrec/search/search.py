@@ -129,10 +129,10 @@ class Setup:
         )
         self.model.train()
 
-    def loop(self, plan: Plan, folder: Address, events: SearchEvents, saving: Saving) -> TrainLoop:
+    def loop(self, plan: Plan, folder: Address, events: SearchEvents, policy: Saving) -> TrainLoop:
         """Makes the loop that takes the steps."""
         return TrainLoop(
-            *(self.pipeline, self.stream, self.recipe, plan, folder, saving),
+            *(self.pipeline, self.stream, self.recipe, plan, folder, policy),
             steps_per_epoch=self.steps_per_epoch,
             events=events,
             data=self.fingerprints,
@@ -175,7 +175,7 @@ def search(
     settings: SearchSettings | None = None,
     trained_epochs: int | None = None,
     events: SearchEvents | None = None,
-    saving: Saving | None = None,
+    policy: Saving | None = None,
 ) -> SearchOutcome:
     """Trains a model so that its tables can be served in a fraction of the bytes. The recipe's own
     is used up. Every rank of a process group calls it alike."""
@@ -193,7 +193,7 @@ def search(
     blocks_of = partial(blocks_to_search, recipe, compression, settings.num_blocks)
     setup = Setup(recipe, blocks_of, device, events, whole_rows=to_turn)
     plan = _Plan(setup, compression, settings, trained_epochs, is_turned=bool(to_turn))
-    loop = setup.loop(plan, checkpoints, events, saving or Saving())
+    loop = setup.loop(plan, checkpoints, events, policy or Saving())
     loop.run()
     alphas = setup.pipeline.alphas().items()
     alpha = {dim: value.detach().cpu().clone() for dim, value in alphas}
@@ -254,19 +254,19 @@ class _Plan(Plan):
         task = setup.recipe.task
         self._ramp = Ramp(setup.pipeline, setup.stream, setup.blocks, task, compression)
 
-    def phase_after(self, finished: Sequence[FinishedPhase]) -> Phase | None:
+    def phase_after(self, results: Sequence[FinishedPhase]) -> Phase | None:
         settings, patience = self._settings, self._settings.patience
-        if not finished:
+        if not results:
             steps = self._setup.steps_per_epoch
             if self._trained_steps:
                 return Phase(name=GIVEN, steps=min(GIVEN_STEPS, steps))
             return Phase(name=PLAIN, steps=settings.epochs * steps, patience=patience)
-        to_best = self._trained_steps or finished[0].best.lower_step
+        to_best = self._trained_steps or results[0].best.lower_step
         ramp = Phase(name=RAMP, steps=max(LEAST_STEPS, round(settings.ramp_share * to_best)))
         release = Phase(name=RELEASE, steps=to_best, patience=patience, starts_best=True)
-        return (ramp, release, None)[len(finished) - 1]
+        return (ramp, release, None)[len(results) - 1]
 
-    def begin(self, phase: Phase, finished: Sequence[FinishedPhase]) -> None:
+    def begin(self, phase: Phase, results: Sequence[FinishedPhase]) -> None:
         setup = self._setup
         if phase.name == GIVEN:
             set_learning_rates_(setup.model, setup.optimizer, tables=0.0, dense=0.0)

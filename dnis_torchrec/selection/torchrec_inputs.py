@@ -278,6 +278,18 @@ class DetachableTrainPipeline(TrainPipelineSparseDist):
             setattr(plain.get_submodule(parent), name, postproc.postproc_module)
         return model
 
+    @contextmanager
+    def detached(self) -> Iterator[nn.Module]:
+        """Lends the model in eval mode, outside the pipeline; batches in flight wait."""
+        model = self.detach()
+        was_training = model.training
+        model.eval()
+        try:
+            yield model
+        finally:
+            model.train(was_training)
+            self.attach(model, sparse_dist=False)
+
 
 class PrefetchingTrainPipeline(DetachableTrainPipeline):
     """A train pipeline that fetches the next batch's rows into the GPU's cache."""
@@ -358,16 +370,9 @@ class PrefetchingTrainPipeline(DetachableTrainPipeline):
 
     @contextmanager
     def detached(self) -> Iterator[nn.Module]:
-        """Lends the model in eval mode, outside the pipeline; batches in flight wait."""
-        model = self.detach()
-        was_training = model.training
-        model.eval()
-        try:
-            with self._prefetched.unlock_every_lookup():
-                yield model
-        finally:
-            model.train(was_training)
-            self.attach(model)
+        """The same; its lookups leave nothing locked in a cache."""
+        with super().detached() as model, self._prefetched.unlock_every_lookup():
+            yield model
 
     def _goes_backward(self) -> bool:
         """Returns whether the step at hand has a backward pass."""

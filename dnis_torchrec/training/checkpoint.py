@@ -558,9 +558,9 @@ class CheckpointFolder:
                 Path(self.path_of(step)).rmdir()
 
 
-def check_shared(path: Path, process_group: dist.ProcessGroup | None = None) -> None:
+def check_shared(path: Path) -> None:
     """Checks that all ranks see one folder: on several hosts a path may name one on each."""
-    if world_size_of(process_group) == 1:
+    if world_size_of() == 1:
         return
     with ExitStack() as stack:
 
@@ -569,8 +569,8 @@ def check_shared(path: Path, process_group: dist.ProcessGroup | None = None) -> 
             file = stack.enter_context(NamedTemporaryFile(dir=path, suffix=PARTIAL))
             return os.path.basename(file.name)
 
-        name = on_rank_zero(write, process_group)
-        with together(process_group):  # all have looked when it is left
+        name = on_rank_zero(write)
+        with together():  # all have looked when it is left
             requirement = "the folder that rank 0 writes to, on storage that all hosts have mounted"
             content = "another one" if path.is_dir() else "no such folder"
             remedy = "choose a path that leads to the same folder on all hosts"

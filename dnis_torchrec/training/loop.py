@@ -6,13 +6,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypedDict, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
@@ -26,25 +26,20 @@ from dnis_torchrec.data.task import LOSS
 from dnis_torchrec.data.urls import Address
 from dnis_torchrec.ranks import on_rank_zero, rank_of, world_size_of
 from dnis_torchrec.selection.torchrec import process_group_of
-from dnis_torchrec.selection.torchrec_inputs import DetachableTrainPipeline
 from dnis_torchrec.training.checkpoint import (
     CheckpointFolder,
     CheckpointSaver,
     Manifest,
     PlacedTensor,
     TrainingState,
-    describe_tables,
     model_tensors,
-    optimizer_tensors,
     read_checkpoint,
-    rng_tensors,
-    set_rng_,
     snapshot,
     take_,
     warm_up_,
 )
 from dnis_torchrec.training.evaluate import selection_loss
-from dnis_torchrec.training.pipeline import FiniteGuard, LateValues
+from dnis_torchrec.training.pipeline import FiniteGuard, LateValues, SavedTrainPipeline
 from dnis_torchrec.training.progressive import Progressive
 from dnis_torchrec.training.rounded import HeldTables, HoldingOptimizer
 from dnis_torchrec.training.settings import Saving
@@ -468,7 +463,7 @@ class PlainTraining:
     history: tuple[EpochRecord, ...]
 
 
-class StreamPipeline(DetachableTrainPipeline):
+class StreamPipeline(SavedTrainPipeline):
     """TorchRec's own pipeline, whose state a checkpoint or this process's memory holds."""
 
     def __init__(
@@ -476,9 +471,8 @@ class StreamPipeline(DetachableTrainPipeline):
     ) -> None:
         super().__init__(model, optimizer, device, pipeline_postproc=True)
         self.device, self.process_group = device, process_group_of(model)
-        self.lower_steps = self.upper_steps = 0
         self.density = torch.ones((), dtype=torch.float64, device=device)
-        self._guard = FiniteGuard(model, self.process_group)
+        self._dense_optimizer, self._guard = optimizer, FiniteGuard(model, self.process_group)
 
     def progress(self, stream: Iterator[Batch]) -> Any:
         """Takes a step."""
@@ -486,46 +480,6 @@ class StreamPipeline(DetachableTrainPipeline):
         self.lower_steps += 1
         self._guard.check_loss(output[0], f"step {self.lower_steps}")
         return output
-
-    @contextmanager
-    def detached(self) -> Iterator[nn.Module]:
-        """Lends the model; batches in flight wait."""
-        self._guard.settle()
-        model = self.detach()
-        yield model
-        self.attach(model, sparse_dist=False)
-
-    def state(self, stream: Any) -> TrainingState:
-        """Everything that goes on in a run, live: a copy has to be made before the next step."""
-        self._guard.settle()
-        tensors = model_tensors(self._model) | optimizer_tensors(self._model, self._optimizer)
-        position = stream.state_dict(self.lower_steps)
-        return TrainingState(
-            tensors=tensors | rng_tensors(self.device),
-            tables=describe_tables(self._model),
-            values={"lower_steps": self.lower_steps, "upper_steps": 0, "stream": position},
-        )
-
-    def restore(
-        self, path: Address, stream: Any, more: Mapping[str, PlacedTensor]
-    ) -> Mapping[str, Any]:
-        """Goes on from a checkpoint, whose values it returns; `more` is read in place, too."""
-        values = on_rank_zero(lambda: Manifest.read(path).values, self.process_group)
-        batch = stream.first_train_batch().to(self.device)
-        warm_up_(self._model, self._optimizer, batch, values["lower_steps"])
-        tensors = {**self.state(stream).tensors, **more}
-        read_checkpoint(path, self._model, tensors, self.process_group)
-        self.lower_steps = values["lower_steps"]
-        stream.load_state_dict(values["stream"])
-        set_rng_(tensors, self.device)
-        return values
-
-    def begin_with(self, path: Address, stream: Any) -> None:
-        """Loads weights and optimizer state from another run's checkpoint."""
-        warm_up_(self._model, self._optimizer, stream.first_train_batch().to(self.device), 2)
-        tensors = model_tensors(self._model) | optimizer_tensors(self._model, self._optimizer)
-        kinds = ("table", "model", "optimizer", "fused")
-        read_checkpoint(path, self._model, tensors, self.process_group, kinds=kinds)
 
     def begin_with_states(self, states: Mapping[str, Tensor], stream: Any) -> None:
         """Takes states of optimizers, by the keys of a checkpoint; the weights stay."""

@@ -1,20 +1,35 @@
-"""Numbers read late from a GPU, and checks that all of them are finite."""
+"""Numbers read late from a GPU, checks that they are finite, pipelines that are saved."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from dnis_torchrec.checks import describe
-from dnis_torchrec.ranks import Ranks
+from dnis_torchrec.data.urls import Address
+from dnis_torchrec.ranks import Ranks, on_rank_zero
 from dnis_torchrec.selection.shards import collections, local_shards, table_weight_names
+from dnis_torchrec.selection.torchrec_inputs import DetachableTrainPipeline
 from dnis_torchrec.selection.wrapper import soft_selection_modules
+from dnis_torchrec.training.checkpoint import (
+    Manifest,
+    PlacedTensor,
+    TrainingState,
+    describe_tables,
+    model_tensors,
+    optimizer_tensors,
+    read_checkpoint,
+    rng_tensors,
+    set_rng_,
+    warm_up_,
+)
 
 Reader = Callable[[Tensor], None]
 
@@ -209,3 +224,71 @@ def _zero_unless_(is_finite: Tensor, gradients: Iterable[Tensor]) -> None:
         by_size.setdefault(gradient.element_size(), []).append(bits)
     for size, of_size in by_size.items():
         torch._foreach_mul_(of_size, is_finite.to(_INTEGERS[size]))
+
+
+class SavedTrainPipeline(DetachableTrainPipeline):
+    """TorchRec's own pipeline, whose state a checkpoint holds. Whoever makes it sets its fields."""
+
+    device: torch.device
+    process_group: dist.ProcessGroup | None
+    lower_steps = upper_steps = 0
+    _dense_optimizer: Any
+    _guard: FiniteGuard
+
+    def detach(self) -> nn.Module:
+        """Takes the model out of the pipeline; batches in flight stay with it."""
+        self._guard.settle()
+        return super().detach()
+
+    def _more_tensors(self) -> dict[str, PlacedTensor]:
+        """What goes on in a run beside a model and the optimizers of its weights."""
+        return {}
+
+    def _model_tensors(self) -> dict[str, PlacedTensor]:
+        return model_tensors(self._model) | optimizer_tensors(self._model, self._dense_optimizer)
+
+    def state(self, stream: Any) -> TrainingState:
+        """Everything that goes on in a run, as `CheckpointSaver` takes it: weights, every
+        optimizer's state, random numbers, and how far the stream was stepped on. Local.
+
+        The tensors are live: copy the state before the next step.
+        """
+        self._guard.settle()
+        return TrainingState(
+            tensors=self._model_tensors() | self._more_tensors() | rng_tensors(self.device),
+            tables=describe_tables(self._model),
+            values={
+                "lower_steps": self.lower_steps,
+                "upper_steps": self.upper_steps,
+                "stream": stream.state_dict(self.lower_steps + self.upper_steps),
+            },
+        )
+
+    def restore(
+        self, path: Address, stream: Any, more: Mapping[str, PlacedTensor] | None = None
+    ) -> Mapping[str, Any]:
+        """Goes on from a checkpoint, with any number of ranks and any sharding of the same tables;
+        returns its values. `more` are further tensors to be read in place."""
+        if self.contexts:
+            place, requirement = "restore", "a pipeline before its first step"
+            raise RuntimeError(describe(place, requirement, "one after it"))
+        manifest = on_rank_zero(lambda: Manifest.read(path).values, self.process_group)
+        batch = stream.first_train_batch().to(self.device)
+        warm_up_(self._model, self._dense_optimizer, batch, manifest["lower_steps"])
+        tensors = {**self.state(stream).tensors, **(more or {})}
+        values = read_checkpoint(path, self._model, tensors, self.process_group)
+        self.lower_steps, self.upper_steps = values["lower_steps"], values["upper_steps"]
+        stream.load_state_dict(values["stream"])
+        set_rng_(tensors, self.device)
+        return values
+
+    def begin_with(self, path: Address, batch: Any, *, is_plain: bool = False) -> None:
+        """Takes weights and the state of their optimizers from another run's checkpoint, such as
+        that of the plain model; `batch` is one to try things on."""
+        warm_up_(self._model, self._dense_optimizer, batch.to(self.device), 2)
+        self._read(path, is_plain=is_plain)
+
+    def _read(self, path: Address, *, is_plain: bool = False) -> None:
+        kinds, group = ("table", "model", "fused", "optimizer"), self.process_group
+        tensors = self._model_tensors()
+        read_checkpoint(path, self._model, tensors, group, kinds=kinds, is_plain=is_plain)

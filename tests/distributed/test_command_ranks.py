@@ -273,7 +273,7 @@ def searched(
         *(recipe, compression, folder, CPU),
         settings=replace(SearchSettings(num_blocks=3, epochs=2, patience=2), **settings),
         events=events,
-        saving=Saving(resume=resume),
+        policy=Saving(resume=resume),
     )
 
 

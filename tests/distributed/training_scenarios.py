@@ -523,7 +523,7 @@ def searched(file: Path, folder: Path, events: SearchEvents | None = None, *, re
     """The history of a search of data that splits itself."""
     folder.mkdir(exist_ok=True)
     saving = Saving(resume=resume)
-    outcome = search(recipe_of(file), SIZE, folder, CPU, settings=STREAMED, events=events, saving=saving)
+    outcome = search(recipe_of(file), SIZE, folder, CPU, settings=STREAMED, events=events, policy=saving)
     return [asdict(record) for record in outcome.history]
 
 

@@ -550,10 +550,10 @@ def test_without_a_ramp_it_is_plain_training(gloo, tmp_path: Path, monkeypatch: 
     """Weights and states of optimizers go over bit for bit; a step with alpha = 1 adds up in another order."""
     begin, differ = BilevelTrainPipeline.begin_with, list[str]()
 
-    def watch(self: BilevelTrainPipeline, path: Any, batch: Batch) -> None:
-        begin(self, path, batch)
+    def watch(self: BilevelTrainPipeline, path: Any, batch: Batch, **options: bool) -> None:
+        begin(self, path, batch, **options)
         stored = {kind: tensors_under(path, kind) for kind in KINDS}
-        live = self.state(SimpleNamespace(state_dict=lambda step: {})).tensors  # type: ignore[arg-type]
+        live = self.state(SimpleNamespace(state_dict=lambda step: {})).tensors
         for kind, of_kind in stored.items():
             differ.extend(key for key in of_kind if not live[kind + key].chunks[0].tensor.equal(of_kind[key]))
         assert stored["optimizer/"]

@@ -298,9 +298,3 @@ def test_keep_within(items: list[tuple[float, int]], amount: float) -> None:
     assert not bool(kept[scores <= 0].any())
     assert amount - left <= float(costs[kept].sum()) <= max(amount, 0)  # no less spent than greedily, never too much
     assert sum(a != b for a, b in zip(kept.tolist(), expected, strict=True)) in (0, 2)
-
-
-def test_the_former_name_of_compression_is_taken() -> None:
-    assert Size(compression_ratio=3) == Size(compression=3)
-    with pytest.raises(ValueError, match="compression or compression_ratio, its former name, got both"):
-        Size(compression=3, compression_ratio=3)

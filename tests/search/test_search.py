@@ -279,7 +279,7 @@ def given_to_search(
             settings=SHORT_OF_SEARCH_GIVEN,
             trained_epochs=trained_epochs,
             events=events,
-            saving=saving,
+            policy=saving,
         )
     except SearchInterrupted:
         return None, losses
@@ -504,7 +504,7 @@ def run(
 ) -> SearchOutcome:
     """A search of a second."""
     recipe, saving = factorization_machine(optimizer), Saving(resume=resume)
-    return search(recipe, 20, folder, CPU, settings=SHORT_OF_SEARCH_ROTATION, events=events, saving=saving)
+    return search(recipe, 20, folder, CPU, settings=SHORT_OF_SEARCH_ROTATION, events=events, policy=saving)
 
 
 @pytest.fixture
@@ -757,7 +757,7 @@ def found_by(
 ) -> SearchOutcome:
     """A search of a second."""
     own = replace(SHORT, **settings)
-    return search(recipe, compression, folder, CPU, settings=own, events=events, saving=saving)
+    return search(recipe, compression, folder, CPU, settings=own, events=events, policy=saving)
 
 
 def assert_same_outcomes(first: SearchOutcome, second: SearchOutcome) -> None:
