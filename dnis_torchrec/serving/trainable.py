@@ -441,17 +441,8 @@ class MixedDimensionEmbeddingBagCollection(LogicalCollection):
             self.load_block(name, s, block.to(device))
 
     def load_block(self, table: str, block: int, weight: Tensor) -> None:
-        """Gives one block its table: without a copy while the module is on the meta device, else
-        into place.
-
-        Args:
-            table: name of the table in the scheme.
-            block: number of a block that has rows and retained dims.
-            weight: values of the block, ``(rows, R)`` float32.
-
-        Raises:
-            ValueError: for an unknown table, a block that stores nothing, another shape or dtype.
-        """
+        """Gives one block its table, ``(rows, R)`` float32: without a copy while the module is on
+        the meta device, else into place."""
         place, shape = self._check_block(table, block)
         fits = tuple(weight.shape) == shape and weight.dtype == torch.float32
         check(fits, place, f"float32 of shape {shape}", f"{weight.dtype} {tuple(weight.shape)}")
