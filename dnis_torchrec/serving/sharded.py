@@ -178,7 +178,7 @@ class _Batch:
 
     size: int
     offsets: Tensor
-    ids: Tensor  # of split tables: the number of the row among those that were asked for, else 0
+    ids: Tensor  # of split tables: the row's number among those asked for, beyond them of no row
     weights: Tensor | None
     requests: list[Tensor]  # one for each rank
     sizes: list[list[int]]  # of each rank's answer: numbers of its bags, and of each table's rows
@@ -305,7 +305,6 @@ class ShardedPackedEmbeddingBagCollection(LogicalCollection):
                 of_rank.append(unique[:0])
             for shard, begin, end in zip(shards, ends, ends[1:], strict=False):
                 rows[shard.rank][-1] = unique[begin:end] - shard.first
-            place = place.masked_fill(place >= ends[-1], -1)  # ids that are no rows
             for f, of_feature in zip(
                 positions, place.split([counts[f] for f in positions]), strict=True
             ):
