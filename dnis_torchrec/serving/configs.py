@@ -70,9 +70,6 @@ class NarrowTables:
     def __iter__(self) -> Iterator[NarrowTable]:
         return iter(self.tables)
 
-    def __len__(self) -> int:
-        return len(self.tables)
-
     @property
     def parameters(self) -> int:
         """Values of all tables; projections not counted."""

@@ -200,7 +200,7 @@ def test_weights_of_other_dtypes_are_converted_and_nan_is_none_of_our_business(n
 
 
 @pytest.mark.usefixtures("mode")
-@pytest.mark.parametrize("name", ["packed", "packed_uncompiled", "mixed"])
+@pytest.mark.parametrize("name", ["packed", "packed_uncompiled"])
 def test_plain_tensors_are_checked_alike(name: str) -> None:
     module: Any = FORMS[name](scheme_of())
     for offsets, message in (

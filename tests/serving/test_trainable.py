@@ -89,7 +89,7 @@ def test_equals_naive_oracle_and_stores_only_what_is_retained(case: Case) -> Non
 def test_lookup_from_plain_tensors(compiled: bool) -> None:
     scheme, tables = one_table(MAPPED, feature_names=("f", "g"))
     with lookups(compiled):
-        module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables, dim_multiple=4, new_rows=False)
+        module = serve(scheme, tables, "packed")
     ids, offsets = torch.tensor([3, 1, 4, 1, 5, 9]), torch.tensor([0, 2, 3, 3, 6])
     with torch.inference_mode():
         pooled = module.lookup(ids, offsets)
@@ -110,7 +110,8 @@ def test_no_samples_give_an_output_of_none(form: str, compiled: bool) -> None:
     none = torch.empty(0, dtype=torch.int64)
     with torch.inference_mode():
         pooled = module(KeyedJaggedTensor(keys=["f", "g"], values=none, lengths=none, stride=0))
-        assert module.lookup(none, torch.zeros(1, dtype=torch.int64)).shape == (0, 10)
+        if form == "packed":
+            assert module.lookup(none, torch.zeros(1, dtype=torch.int64)).shape == (0, 10)
     assert {name: value.shape for name, value in pooled.to_dict().items()} == {"f": (0, 5), "g": (0, 5)}
 
 
