@@ -192,6 +192,12 @@ class TableScheme:
         fields |= {"routing": routing, "retained": retained, "num_retained": area}
         return replace(self, **fields)
 
+    def between(self, first: int, last: int) -> TableScheme:
+        """The scheme of rows ``first <= i < last``, as if they were a table."""
+        routing = self.routing.between(first, last)
+        area = int((routing.row_counts() * self.dims).sum())
+        return replace(self, num_embeddings=last - first, routing=routing, num_retained=area)
+
     def column_bits(self) -> Tensor:
         """Bits of every column of every block, ``(S, D)`` uint8; float32 where none are given."""
         return self.retained.to(torch.uint8) * FLOAT_BITS if self.bits is None else self.bits

@@ -87,11 +87,13 @@ def imports_against_the_flow(path: str, source: str) -> list[str]:
 
 
 def imports_of_training_in_serving(path: str, source: str) -> list[str]:
-    """Imports by serving of what trains: optimizers, train pipelines, sharded modules."""
+    """Imports by serving of what trains: optimizers, train pipelines, sharded modules; a sharder needs its types."""
     if unit_of(path) != "serving":
         return []
     trains = ("torch.optim", "torchrec.optim", "torchrec.distributed")
-    return [f"{path}:{line} imports {name}" for line, name in imported(source) if name.startswith(trains)]
+    types = "torchrec.distributed.types." if path.endswith("/sharded.py") else "none"
+    names = [(line, name) for line, name in imported(source) if not name.startswith(types)]
+    return [f"{path}:{line} imports {name}" for line, name in names if name.startswith(trains)]
 
 
 def too_long(path: str, source: str) -> list[str]:

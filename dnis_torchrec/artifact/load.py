@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
 from dnis_torchrec.artifact.manifest import MANIFEST, content_id, read_artifact_file, read_manifest
 from dnis_torchrec.blocks.codes import decode_rows, row_strides, unpack_fields
-from dnis_torchrec.blocks.routing import ROWS_AT_A_TIME, RowRouting
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.ops.packed import values_in_codes
 from dnis_torchrec.scheme import (
@@ -302,16 +301,7 @@ def whole_shard(form: str, table: TableScheme, rows: Rows) -> Shard:
 
 def row_counts_of(table: TableScheme, first: int, last: int) -> Tensor:
     """Counts the rows of every block among ``first <= i < last``."""
-    routing = table.routing
-    if (first, last) == (0, table.num_embeddings):
-        return routing.row_counts()
-    if routing.boundaries is not None:
-        return routing.boundaries.clamp(first, last).diff()
-    counts = torch.zeros(routing.num_blocks + 1, dtype=torch.int64)
-    for begin in range(first, last, ROWS_AT_A_TIME):
-        blocks = routing.block_of(torch.arange(begin, min(begin + ROWS_AT_A_TIME, last)))
-        counts += torch.bincount(blocks, minlength=len(counts))
-    return counts[:-1]
+    return table.routing.between(first, last).row_counts()
 
 
 def packed_table(table: TableScheme, shards: Sequence[Shard]) -> PackedTable:
@@ -360,7 +350,7 @@ def encode_blocks(table: TableScheme, rows: Rows, first: int, last: int) -> dict
     """Rows ``first <= i < last`` of a table as a float32 tensor per block."""
     chunks = chunks_of(table, _values_of_codes(table, rows), first, last)
     return {
-        f"b{s}": values for s, values in block_tables(_part(table, first, last), chunks).items()
+        f"b{s}": values for s, values in block_tables(table.between(first, last), chunks).items()
     }
 
 
@@ -369,7 +359,7 @@ def blocks_of_shards(table: TableScheme, shards: Sequence[Shard]) -> dict[int, T
     parts: dict[int, list[Tensor]] = {s: [] for s in table.stored_blocks()}
     for shard in shards:
         last = shard.first_row + shard.num_rows
-        shapes = _part(table, shard.first_row, last).stored_blocks()
+        shapes = table.between(shard.first_row, last).stored_blocks()
         shard.check(torch.float32, {f"b{s}": shape for s, shape in shapes.items()})
         for s in shapes:
             parts[s].append(shard.tensors[f"b{s}"])
@@ -392,19 +382,6 @@ def rows_of_blocks(table: TableScheme, shards: Sequence[Shard]) -> Rows:
         return values
 
     return rows
-
-
-def _part(table: TableScheme, first: int, last: int) -> TableScheme:
-    """The scheme of some consecutive rows, as if they were a table."""
-    if (first, last) == (0, table.num_embeddings):
-        return table
-    blocks = table.routing.block_of(torch.arange(first, last))
-    fields: dict[str, Any] = {
-        "routing": RowRouting.from_map(blocks, table.routing.num_blocks),
-        "num_retained": 0,
-    }
-    fields |= dict.fromkeys(("bits", "scale", "shift", "feedback", "gain"))
-    return replace(table, num_embeddings=last - first, **fields)
 
 
 def _values_of_codes(table: TableScheme, rows: Rows) -> Rows:

@@ -181,6 +181,18 @@ class RowRouting:
             block_of_row[rows] = targets[blocks]
         return RowRouting(self.num_embeddings, self.num_blocks, block_of_row=block_of_row)
 
+    def between(self, first: int, last: int) -> RowRouting:
+        """The routing of rows ``first <= i < last``, as if they were a table; a view."""
+        if (first, last) == (0, self.num_embeddings):
+            return self
+        cuts, blocks = self.boundaries, self.block_of_row
+        return RowRouting(
+            last - first,
+            self.num_blocks,
+            boundaries=None if cuts is None else cuts.clamp(first, last) - first,
+            block_of_row=None if blocks is None else blocks[first:last],
+        )
+
     def to_tensors(self) -> dict[str, Tensor]:
         """The tensors that say everything, for a safetensors file; `from_tensors` reads them
         back."""

@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from dnis_torchrec.ops.packed import load_operator
     from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection, PackedTable
     from dnis_torchrec.serving.sequences import ServedEmbeddingCollection
+    from dnis_torchrec.serving.sharded import PackedSharder
     from dnis_torchrec.serving.tables import MeanForUnknownIds
     from dnis_torchrec.serving.trainable import MixedDimensionEmbeddingBagCollection, block_tables
 
@@ -14,6 +15,7 @@ __all__ = [
     "MeanForUnknownIds",
     "MixedDimensionEmbeddingBagCollection",
     "PackedEmbeddingBagCollection",
+    "PackedSharder",
     "PackedTable",
     "ServedEmbeddingCollection",
     "block_tables",
@@ -25,6 +27,7 @@ _HOME = {
     "MeanForUnknownIds": "dnis_torchrec.serving.tables",
     "MixedDimensionEmbeddingBagCollection": "dnis_torchrec.serving.trainable",
     "PackedEmbeddingBagCollection": "dnis_torchrec.serving.packed",
+    "PackedSharder": "dnis_torchrec.serving.sharded",
     "PackedTable": "dnis_torchrec.serving.packed",
     "ServedEmbeddingCollection": "dnis_torchrec.serving.sequences",
     "block_tables": "dnis_torchrec.serving.trainable",

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 import yaml
-from torch import Tensor, nn
+from torch import Tensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import (
-    EmbeddingBagCollection,
-    EmbeddingBagCollectionInterface,
-    get_embedding_names_by_table,
-)
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.modules.embedding_modules import get_embedding_names_by_table
 
-from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.ops.batches import INTEGERS, check_bags, name_features, offsets_of_rows
+from dnis_torchrec.checks import check, describe
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.tables import torchrec_config
 
 _FORMAT_VERSION = 1
 PER = ("feature", "block")
 COLUMNS = ("same_size", "union")
-PROJECTIONS = ("selection", "learned")
 FIELDS = {
     "name": str,
     "num_embeddings": int,
@@ -66,10 +59,6 @@ class NarrowTable:
         """The table as TorchRec describes it, R wide."""
         return torchrec_config(self, self.embedding_dim)
 
-    def logical_config(self) -> EmbeddingBagConfig:
-        """The table as a model sees it, D wide."""
-        return torchrec_config(self, self.logical_dim)
-
 
 @dataclass(frozen=True)
 class NarrowTables:
@@ -80,9 +69,6 @@ class NarrowTables:
 
     def __iter__(self) -> Iterator[NarrowTable]:
         return iter(self.tables)
-
-    def __len__(self) -> int:
-        return len(self.tables)
 
     @property
     def parameters(self) -> int:
@@ -259,134 +245,6 @@ def embedding_configs(
     return NarrowTables(tuple(narrow), tables[0].is_weighted)
 
 
-class NarrowEmbeddingBagCollection(EmbeddingBagCollectionInterface):
-    """A narrow table per feature, behind the interface of tables of one D: trains, and drops into
-    DLRM and its like."""
-
-    def __init__(
-        self,
-        tables: NarrowTables,
-        *,
-        projection: str = "selection",
-        device: torch.device | str = "cpu",
-    ) -> None:
-        super().__init__()
-        check(len(tables) > 0, "tables", "at least one", "none")
-        check(projection in PROJECTIONS, "projection", f"one of {PROJECTIONS}", repr(projection))
-        self._tables, place = tables, torch.device(device)
-        self._configs = [table.logical_config() for table in tables]
-        names = get_embedding_names_by_table(tables.configs())
-        self._readers = [
-            (table, name)
-            for table, names_of_table in zip(tables, names, strict=True)
-            for name in names_of_table
-        ]
-        self._rows: dict[str, int] = {}
-        for table in sorted(tables, key=lambda table: -table.num_embeddings):  # the smallest counts
-            self._rows |= dict.fromkeys(table.feature_names, table.num_embeddings)
-        self.narrow = EmbeddingBagCollection(
-            tables=tables.configs(), is_weighted=tables.is_weighted, device=place
-        )
-        self.projections = nn.ParameterDict()
-        if projection == "learned":
-            for table in tables:
-                self.projections[table.name] = nn.Parameter(_selection(table).to(place))
-        self.register_buffer("_columns", self._output_columns().to(place), persistent=False)
-
-    def _output_columns(self) -> Tensor:
-        """Output column of every pooled one, ``(sum of R over features,)``."""
-        parts, first = [], 0
-        for table, _ in self._readers:
-            parts.append(first + torch.tensor(table.columns))
-            first += table.logical_dim
-        return torch.cat(parts)
-
-    @classmethod
-    def from_tables(
-        cls,
-        tables: NarrowTables,
-        weights: Mapping[str, Tensor],
-        *,
-        projection: str = "selection",
-        device: torch.device | str = "cpu",
-    ) -> NarrowEmbeddingBagCollection:
-        """Builds the collection and copies the narrow tables' columns out of pruned ones."""
-        module = cls(tables, projection=projection, device=device)
-        for table in tables:
-            check_known("table", table.name, weights)
-            weight, shape = weights[table.name], (table.num_embeddings, table.logical_dim)
-            check(
-                tuple(weight.shape) == shape,
-                f"table {table.name!r}",
-                f"shape {shape}",
-                tuple(weight.shape),
-            )
-            names_of_table = module.narrow.embedding_bags[table.name].weight
-            with torch.no_grad():
-                names_of_table.copy_(
-                    weight.index_select(1, torch.tensor(table.columns, device=weight.device))
-                )
-        return module
-
-    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Looks bags up and puts them back on D columns."""
-        _check_batch(features, self._rows, self.is_weighted())
-        pooled_values = self.narrow(features).to_dict()
-        dims = [table.logical_dim for table, _ in self._readers]
-        if len(self.projections):
-            parts = [
-                pooled_values[name] @ self.projections[table.name] for table, name in self._readers
-            ]
-            values = torch.cat(parts, dim=1)
-        else:
-            narrow = torch.cat([pooled_values[name] for _, name in self._readers], dim=1)
-            values = narrow.new_zeros(len(narrow), sum(dims)).index_copy(1, self._columns, narrow)
-        return KeyedTensor(
-            keys=[name for _, name in self._readers], length_per_key=dims, values=values
-        )
-
-    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """The logical tables, D wide; what DLRM and its like read."""
-        return self._configs
-
-    def is_weighted(self) -> bool:
-        """Returns whether bags carry per-sample weights."""
-        return self._tables.is_weighted
-
-
-@torch.fx.wrap  # a leaf for TorchRec's tracer
-def _check_batch(features: KeyedJaggedTensor, rows: dict[str, int], is_weighted: bool) -> None:
-    """Checks what is looked up: bags, weights, and ids; `rows` tells how many a feature's smallest
-    table has."""
-    keys, ids = features.keys(), features.values()
-    for feature in rows:
-        check_known("feature", feature, keys)
-    has_weights = not is_weighted or features.weights_or_none() is not None
-    check(has_weights, name_features(keys), "per-sample weights", "none")
-    if ids.dtype not in INTEGERS:
-        raise TypeError(
-            describe(name_features(keys), "int32 or int64 ids", ids.dtype, "convert them")
-        )
-    if features.variable_stride_per_key() or ids.device.type != "cpu":
-        check_bags(features)
-        return
-    limits = torch.tensor([rows.get(key, torch.iinfo(torch.int64).max) for key in keys])
-    if torch.compiler.is_compiling() or offsets_of_rows(features, limits) is not None:
-        return
-    check_bags(features)
-    counts = features.lengths().view(len(keys), -1).sum(dim=1).tolist() if features.stride() else []
-    for key, of_key in zip(keys, ids.split(counts), strict=False):
-        unknown = of_key[(of_key < 0) | (of_key >= rows[key])] if key in rows else of_key[:0]
-        if unknown.numel():
-            check(
-                False,
-                name_features([key]),
-                f"ids in 0..{rows[key] - 1}",
-                f"id {int(unknown[0])}",
-                "hash ids as before",
-            )
-
-
 def _columns(table: TableScheme, name_to_read: str) -> Tensor:
     """The columns of D that a table keeps for all of its rows, rising; ranked by how many rows
     retain them."""
@@ -429,10 +287,3 @@ def _narrow(
         logical_dim=table.embedding_dim,
         columns=tuple(columns.tolist()),
     )
-
-
-def _selection(table: NarrowTable) -> Tensor:
-    """``(R, D)``: 1 where row r stands for column c_r."""
-    matrix = torch.zeros(table.embedding_dim, table.logical_dim)
-    matrix[torch.arange(table.embedding_dim), torch.tensor(table.columns)] = 1.0
-    return matrix

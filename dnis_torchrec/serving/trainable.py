@@ -284,16 +284,6 @@ class MixedDimensionEmbeddingBagCollection(LogicalCollection):
         unknown_ids: ids below 0 or from N on raise (``"error"``) or contribute zero (``"zero"``;
             they count in L).
 
-    Shape:
-        - Input: at least the collection's features in any order, ids int32 or int64, stride B.
-        - Output: KeyedTensor of ``(B, sum of D over features)``, keys as the pruned collection's:
-        the feature, or
-          ``"feature@table"`` where several tables read it.
-
-    Raises:
-        ValueError: if the scheme holds no table, or tables of several collections; for other
-            `unknown_ids`.
-
     Example:
         >>> from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
         >>> from dnis_torchrec.blocks.routing import RowRouting
@@ -402,17 +392,7 @@ class MixedDimensionEmbeddingBagCollection(LogicalCollection):
         counts never saw, have a place in the last block that retains one, and learn once they turn
         up. Rows of no block begin as TorchRec's rows do, uniform within 1 / sqrt(N), the others
         with the values that they have.
-
-        Args:
-            scheme: the tables of one collection.
-            tables: table name -> ``(N, D)``; read one at a time.
-            device: where the blocks' tables go.
-            dim_multiple: every width is a multiple of this, see the class.
-            unknown_ids: ``"error"`` or ``"zero"`` for ids that are no rows.
-            new_rows: False gives such rows no place, as in exported tables: they are zero for good.
-
-        Raises:
-            ValueError: if a table is missing or has another shape.
+        ``new_rows=False`` gives such rows no place, as in exported tables: they are zero for good.
         """
         cut_schemes = {
             name: table.with_new_rows() if new_rows else table
@@ -441,17 +421,8 @@ class MixedDimensionEmbeddingBagCollection(LogicalCollection):
             self.load_block(name, s, block.to(device))
 
     def load_block(self, table: str, block: int, weight: Tensor) -> None:
-        """Gives one block its table: without a copy while the module is on the meta device, else
-        into place.
-
-        Args:
-            table: name of the table in the scheme.
-            block: number of a block that has rows and retained dims.
-            weight: values of the block, ``(rows, R)`` float32.
-
-        Raises:
-            ValueError: for an unknown table, a block that stores nothing, another shape or dtype.
-        """
+        """Gives one block its table, ``(rows, R)`` float32: without a copy while the module is on
+        the meta device, else into place."""
         place, shape = self._check_block(table, block)
         fits = tuple(weight.shape) == shape and weight.dtype == torch.float32
         check(fits, place, f"float32 of shape {shape}", f"{weight.dtype} {tuple(weight.shape)}")
@@ -496,16 +467,6 @@ class MixedDimensionEmbeddingBagCollection(LogicalCollection):
                 pooled_values = self.blocks(split)
         values = self.merge(pooled_values, features)
         return KeyedTensor(keys=self._names, length_per_key=self._dims, values=values)
-
-    def lookup(
-        self, ids: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None
-    ) -> Tensor:
-        """Looks bags up from plain tensors, as nn.EmbeddingBag takes them: for callers that have no
-        KeyedJaggedTensor."""
-        batch_size = self._logical.batch_size_of(offsets, per_sample_weights)
-        keys = self._logical.features
-        bags = KeyedJaggedTensor(keys, ids, per_sample_weights, offsets=offsets, stride=batch_size)
-        return self(bags).values()
 
     def table_of_block(self, table: str, block: int) -> nn.EmbeddingBag:
         """The stock table of one block."""

@@ -1,4 +1,4 @@
-"""W ranks equal one: curvature, bits, axes, pruning and export, under every sharding type."""
+"""W ranks equal one: curvature, bits, axes, pruning, export and serving, under every sharding type."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 
 from tests.artifact import test_refresh as refreshing
 from tests.distributed import allocation_scenarios as of
+from tests.distributed import serving_scenarios as serving
 from tests.distributed.harness import RankResults, Results, joined, running_ranks
 from tests.distributed.model import assert_near, assert_outcome, assert_same, assert_same_scheme, whole
 from tests.tiny import files_of
@@ -33,6 +34,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankResults]:
     things |= {"compress": {kind: partial(of.compress_over, kind) for kind in of.KINDS}}
     things |= {"refresh": {kind: partial(of.refresh_over, kind) for kind in of.KINDS}}
     things |= {"narrow": of.NARROW, "prune": of.PRUNED, "export": of.EXPORTED, "refusals": {"all": of.refusals}}
+    things |= {"serve": serving.SERVED | serving.UNKNOWN}
     with running_ranks(2, joined(**things), tmp_path_factory.mktemp("two")) as running:
         yield running
 
@@ -181,3 +183,32 @@ def test_what_is_wrong_on_one_rank_stops_all_and_leaves_nothing(two: RankResults
     part, (kind, place, rank) = two.part("refusals"), REFUSALS[call]
     assert_outcome([own[call] for own in part["all"]], kind, place, rank)
     assert [path.name for path in part.folder.iterdir() if "refused" in path.name] == []
+
+
+@pytest.mark.parametrize("kind", serving.KINDS)
+def test_ranks_predict_the_bits_of_one_process(two: RankResults, kind: str) -> None:
+    """Whole tables and rows of tables, bags and sequences; a rank has its own bytes in memory and no others."""
+    part = two.part("serve")
+    results, path = part[kind], part.folder / "artifact"
+    alone, total = serving.Ranker(path), sum(own["bytes"] for own in results)
+    scheme_bytes = (path / "scheme.safetensors").stat().st_size
+    for rank, own in enumerate(results):
+        for outputs, features in zip(own["predictions"], serving.batches(rank), strict=True):
+            assert all(output.equal(want) for output, want in zip(outputs, alone(features), strict=True))
+        assert kind == "mixed" or own["bytes"] == pytest.approx(total / 2, rel=0.05)
+        assert own["mapped"] <= own["bytes"] + scheme_bytes + len(serving.READERS) * serving.AROUND
+
+
+@pytest.mark.parametrize("way", ["zero", "mean"])
+def test_ranks_read_unknown_ids_as_one_process(two: RankResults, way: str) -> None:
+    part = two.part("serve")
+    results, alone = part[way], serving.Ranker(part.folder / "artifact", way)
+    for rank, own in enumerate(results):
+        outputs = alone(serving.half_unknown(rank))
+        assert all(output.equal(want) for output, want in zip(own["predictions"], outputs, strict=True))
+
+
+def test_a_batch_that_one_rank_refuses_stops_all(two: RankResults) -> None:
+    first, second = (own["outcome"] for own in two.part("serve")["error"])
+    assert first.startswith("RuntimeError: rank 1 "), first
+    assert second.startswith("ValueError: table 'e'"), second

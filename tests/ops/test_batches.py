@@ -28,7 +28,6 @@ from dnis_torchrec.ops.batches import (
 )
 from dnis_torchrec.ops.packed import bag_offsets, load_operator, names_tensor, torch_bag_offsets
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.serving.configs import NarrowEmbeddingBagCollection, embedding_configs
 from dnis_torchrec.serving.trainable import MixedDimensionEmbeddingBagCollection
 from tests.models import operators
 from tests.reference import keyed_jagged_tensor, lookups, routings, table_scheme
@@ -65,7 +64,6 @@ FORMS: dict[str, Callable[[MixedDimensionScheme], nn.Module]] = {
     "packed": lambda s: serve(s, tables(), "packed"),
     "packed_uncompiled": lambda s: uncompiled(lambda: serve(s, tables(), "packed")),
     "mixed": lambda s: MixedDimensionEmbeddingBagCollection.from_tables(s, tables()),
-    "narrow": lambda s: NarrowEmbeddingBagCollection.from_tables(embedding_configs(s), tables()),
 }
 
 
@@ -163,14 +161,10 @@ def test_sound_bags_are_served_in_any_order(form: tuple[str, nn.Module], keys: s
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.uint16, torch.uint32, torch.uint64])
 def test_integers_of_other_widths_are_ids_too(form: tuple[str, nn.Module], dtype: torch.dtype) -> None:
-    name, module = form
+    _, module = form
     features = batch("fg", [3, 9], lengths=[1, 0, 0, 1])
     other = KeyedJaggedTensor(keys=features.keys(), values=features.values().to(dtype), lengths=features.lengths())
-    if name == "narrow":  # that is TorchRec's own collection, which takes them as little as any other model's
-        with pytest.raises(TypeError, match="features 'f', 'g': expected int32 or int64 ids"):
-            module(other)
-    else:
-        assert module(other).values().equal(module(features).values())
+    assert module(other).values().equal(module(features).values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bool])
@@ -181,7 +175,7 @@ def test_ids_that_are_no_integers_are_refused(form: tuple[str, nn.Module], dtype
 
 
 @pytest.mark.usefixtures("mode")
-@pytest.mark.parametrize("name", [name for name in FORMS if name != "narrow"])  # torch knows no weighted means
+@pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("count", [1, 3])
 def test_weights_have_to_be_as_many_as_ids(name: str, count: int) -> None:
     features = batch("fg", [3, 9], lengths=[1, 0, 0, 1], weights=[0.5] * count)
@@ -192,7 +186,7 @@ def test_weights_have_to_be_as_many_as_ids(name: str, count: int) -> None:
 
 
 @pytest.mark.usefixtures("mode")
-@pytest.mark.parametrize("name", [name for name in FORMS if name != "narrow"])
+@pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int64])
 def test_weights_of_other_dtypes_are_converted_and_nan_is_none_of_our_business(name: str, dtype: torch.dtype) -> None:
     module, features = FORMS[name](scheme_of(is_weighted=True)), batch("fg", [3, 9], lengths=[1, 0, 0, 1])
@@ -206,7 +200,7 @@ def test_weights_of_other_dtypes_are_converted_and_nan_is_none_of_our_business(n
 
 
 @pytest.mark.usefixtures("mode")
-@pytest.mark.parametrize("name", ["packed", "packed_uncompiled", "mixed"])
+@pytest.mark.parametrize("name", ["packed", "packed_uncompiled"])
 def test_plain_tensors_are_checked_alike(name: str) -> None:
     module: Any = FORMS[name](scheme_of())
     for offsets, message in (

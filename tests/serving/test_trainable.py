@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -26,8 +26,7 @@ from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.prune import Size, prune
 from dnis_torchrec.serving import MixedDimensionEmbeddingBagCollection, block_tables
-from dnis_torchrec.serving.configs import NarrowEmbeddingBagCollection, NarrowTable, NarrowTables, embedding_configs
-from tests import tiny
+from dnis_torchrec.serving.configs import NarrowTable, NarrowTables, embedding_configs
 from tests.reference import Case, cases, keyed_jagged_tensor, lookups, pruned, routings, table_scheme
 
 MAPPED = RowRouting.from_map(torch.tensor([2, 0, 1, 0, 2, 1, 1, 3, 0, 2]), 3)
@@ -89,7 +88,7 @@ def test_equals_naive_oracle_and_stores_only_what_is_retained(case: Case) -> Non
 def test_lookup_from_plain_tensors(compiled: bool) -> None:
     scheme, tables = one_table(MAPPED, feature_names=("f", "g"))
     with lookups(compiled):
-        module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables, dim_multiple=4, new_rows=False)
+        module = serve(scheme, tables, "packed")
     ids, offsets = torch.tensor([3, 1, 4, 1, 5, 9]), torch.tensor([0, 2, 3, 3, 6])
     with torch.inference_mode():
         pooled = module.lookup(ids, offsets)
@@ -110,7 +109,8 @@ def test_no_samples_give_an_output_of_none(form: str, compiled: bool) -> None:
     none = torch.empty(0, dtype=torch.int64)
     with torch.inference_mode():
         pooled = module(KeyedJaggedTensor(keys=["f", "g"], values=none, lengths=none, stride=0))
-        assert module.lookup(none, torch.zeros(1, dtype=torch.int64)).shape == (0, 10)
+        if form == "packed":
+            assert module.lookup(none, torch.zeros(1, dtype=torch.int64)).shape == (0, 10)
     assert {name: value.shape for name, value in pooled.to_dict().items()} == {"f": (0, 5), "g": (0, 5)}
 
 
@@ -402,22 +402,6 @@ def facts(config: EmbeddingBagConfig) -> tuple[object, ...]:
 def test_features_that_shared_a_table_go_on_sharing_it() -> None:
     (table,) = embedding_configs(scheme(feature_names=("f", "g")))
     assert table.feature_names == ("f", "g")
-    ebc = NarrowEmbeddingBagCollection(NarrowTables((table,)), projection="learned")
-    assert [name for name, _ in ebc.named_parameters()] == ["narrow.embedding_bags.t.weight", "projections.t"]
-
-
-@settings(max_examples=40, deadline=None)
-@given(case=cases())
-def test_the_union_gives_what_the_pruned_tables_give(case: Case) -> None:
-    tables = embedding_configs(case.scheme, columns="union")
-    assume(not tables.is_weighted or all(table.pooling == "sum" for table in tables))  # torch's limit, not ours
-    for projection in ("selection", "learned"):
-        ebc = NarrowEmbeddingBagCollection.from_tables(tables, case.tables, projection=projection)
-        found = ebc(case.kjt()).to_dict()
-        expected = case.expected()
-        assert list(found) == list(expected)
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5)
 
 
 def test_json_yaml_and_python_say_the_same() -> None:
@@ -475,8 +459,6 @@ def test_wrong_arguments_are_refused() -> None:
     other = table_scheme("u", ROUTING, RETAINED, collection="other")
     with pytest.raises(ValueError, match="one collection"):
         embedding_configs(MixedDimensionScheme({**scheme().tables, "u": other}))
-    with pytest.raises(ValueError, match=r"table 't': expected shape \(10, 4\), got \(10, 3\)"):
-        NarrowEmbeddingBagCollection.from_tables(embedding_configs(scheme()), {"t": torch.zeros(10, 3)})
     with pytest.raises(ValueError, match="rising columns below 4"):
         NarrowTable(
             name="t",
@@ -487,40 +469,3 @@ def test_wrong_arguments_are_refused() -> None:
             logical_dim=4,
             columns=(3, 1),
         )
-
-
-@pytest.mark.parametrize("projection", ["selection", "learned"])
-def test_a_fresh_dlrm_with_it_trains(projection: str) -> None:
-    torch.manual_seed(0)
-    rows = {
-        "user": RowRouting(40, 2, boundaries=torch.tensor([0, 10, 40])),
-        "genre": RowRouting.from_map(torch.arange(12) % 2, 2),
-    }
-    retained = torch.tensor([[1, 1, 1, 1, 0, 0, 0, 0], [1, 0, 0, 1, 0, 0, 0, 0]], dtype=torch.bool)
-    found = MixedDimensionScheme({n: table_scheme(n, r, retained, feature_names=(n,)) for n, r in rows.items()})
-    written = embedding_configs(found).to_json()
-    ebc = NarrowEmbeddingBagCollection(NarrowTables.from_json(written), projection=projection)
-    model = DLRM(ebc, 4, [8, 8], [8, 1])
-    optimizer, loss = torch.optim.Adam(model.parameters(), lr=0.02), nn.BCEWithLogitsLoss()
-    batch, losses = tiny.make_batch(256, 0), []
-    for _ in range(30):
-        value = loss(model(batch.dense_features, batch.sparse_features).squeeze(1), batch.labels)
-        optimizer.zero_grad()
-        value.backward()
-        optimizer.step()
-        losses.append(value.item())
-    assert losses[-1] < losses[0] - 0.1
-    assert {name: tuple(bag.weight.shape) for name, bag in ebc.narrow.embedding_bags.items()} == {
-        "user": (40, 3),
-        "genre": (12, 3),
-    }
-    if projection == "learned":
-        start = torch.eye(8)[torch.tensor(next(iter(embedding_configs(found))).columns)]
-        assert not torch.equal(ebc.projections["user"].detach(), start)
-
-
-def test_a_column_of_a_bag_that_is_not_kept_is_zero() -> None:
-    weight = torch.arange(1.0, 41.0).view(10, 4)
-    ebc = NarrowEmbeddingBagCollection.from_tables(embedding_configs(scheme(feature_names=("f",))), {"t": weight})
-    pooled = ebc(keyed_jagged_tensor({"f": [[(0, 1.0), (1, 1.0)], []]}))["f"]
-    assert pooled.tolist() == [[0.0, 2.0 + 6.0, 0.0, 4.0 + 8.0], [0.0] * 4]
