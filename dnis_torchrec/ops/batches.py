@@ -35,9 +35,12 @@ def name_features(features: Sequence[str]) -> str:
 
 def check_bags(features: KeyedJaggedTensor) -> None:
     """Checks that lengths, offsets and weights of a batch are those of its ids."""
+    lengths, ids, weights = features.lengths(), features.values(), features.weights_or_none()
+    if torch.compiler.is_exporting():
+        is_wrong = (lengths < 0).any() | (lengths.sum() != ids.numel())
+        torch._check(is_wrong.long().item() == 0)
     if torch.compiler.is_compiling():
         return
-    lengths, ids, weights = features.lengths(), features.values(), features.weights_or_none()
     if ids.device.type != "cpu":
         torch._assert_async((lengths >= 0).all() & (lengths.sum() == ids.numel()))
         return

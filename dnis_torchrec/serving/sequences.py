@@ -34,13 +34,15 @@ def table_of_single_ids(table: TableScheme) -> MixedDimensionScheme:
     )
 
 
-def bags_of_single_ids(key: str, ids: Tensor) -> KeyedJaggedTensor:
-    """One key with a bag for every id."""
-    num_ids = ids.shape[0]
+def bags_of_single_ids(key: str, ids: Tensor, num_empty: int = 0) -> KeyedJaggedTensor:
+    """One key with a bag for every id, and at most one empty bag after them."""
+    num_ids, lengths = ids.shape[0], torch.ones_like(ids)
     # without offsets, TorchRec would reach for FBGEMM
     offsets = torch.arange(num_ids + 1, dtype=ids.dtype, device=ids.device)
+    if num_empty:
+        lengths, offsets = torch.cat([lengths, offsets[:1]]), torch.cat([offsets, offsets[-1:]])
     return KeyedJaggedTensor(
-        keys=[key], values=ids, lengths=torch.ones_like(ids), offsets=offsets, stride=num_ids
+        keys=[key], values=ids, lengths=lengths, offsets=offsets, stride=num_ids + num_empty
     )
 
 
@@ -76,20 +78,29 @@ class ServedEmbeddingCollection(ServedCollection, EmbeddingCollectionInterface):
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Looks ids up; what is written here has to compile in TorchScript."""
+        num_empty = 0
         if torch.jit.is_scripting():
-            bags = features.to_dict()
+            if features.lengths().numel():
+                bags = features.to_dict()
+            else:  # which TorchRec's script takes for a batch without keys
+                no_bags = JaggedTensor(values=features.values(), lengths=features.lengths())
+                bags = {key: no_bags for key in features.keys()}  # noqa: SIM118
         elif isinstance(features, Proxy):
             return cast(dict[str, JaggedTensor], self._traced(features))
         else:
             bags = self._checked(features)
+            # TorchRec's graphs take no batch of 0 bags, and a feature may have no ids
+            num_empty = int(torch.compiler.is_compiling())
         outputs: dict[str, JaggedTensor] = {}
         for index, module in enumerate(self.tables.values()):
             ids = [bags[feature].values() for feature in self._features[index]]
             single = ids[0] if len(ids) == 1 else torch.cat(ids)
             pooled_values: KeyedTensor = module(
-                bags_of_single_ids(self._table_names[index], single)
+                bags_of_single_ids(self._table_names[index], single, num_empty)
             )
-            rows = pooled_values.values().split([part.shape[0] for part in ids])
+            sizes = [part.shape[0] for part in ids]
+            sizes.append(num_empty)
+            rows = pooled_values.values().split(sizes)
             for number, feature in enumerate(self._features[index]):
                 bag = bags[feature]
                 outputs[self._names[index][number]] = JaggedTensor(

@@ -254,6 +254,11 @@ def scripted_bags(
 ) -> KeyedJaggedTensor:
     """What `checked_bags` gives, of features `keys` with ids below `limits`, in TorchScript."""
     keys_of_batch, batch_size = features.keys(), features.stride()
+    counts, weight = features.lengths(), features.weights_or_none()
+    fits = weight is None or weight.numel() == features.values().numel()
+    # FBGEMM reads what lengths say, be it there or not
+    if not fits or bool((counts < 0).any()) or int(counts.sum()) != features.values().numel():
+        raise ValueError("KeyedJaggedTensor: expected as many ids as lengths say, got others")
     order = [keys_of_batch.index(key) for key in keys]
     lengths, ids, weights = torch.ops.fbgemm.permute_2D_sparse_data(
         torch.tensor(order, dtype=torch.int32, device=limits.device),
@@ -282,7 +287,10 @@ def _rows_of(
         return torch.where(
             is_row, ids, torch.repeat_interleave(unknown, counts, output_size=ids.numel())
         )
-    if ids.device.type != "cpu" or torch.compiler.is_compiling():
+    if torch.compiler.is_exporting():
+        # AOTInductor leaves `_assert_async` out on a CPU, but not the check of a number
+        torch._check((~is_row).sum().item() == 0)
+    elif ids.device.type != "cpu" or torch.compiler.is_compiling():
         torch._assert_async(is_row.all())
     elif not bool(is_row.all()):
         name_unknown_id(logical, ids.split(counts.tolist()))
