@@ -33,6 +33,7 @@ from dnis_torchrec.cli.run import (
     COMPRESS_RUN,
     FINISHED,
     INTERRUPTED,
+    PAGE,
     RESULTS,
     RUN,
     SEARCH_RUN,
@@ -313,7 +314,7 @@ def run_compress(settings: CompressCommand) -> Results:
             with together():
                 if ranks.is_first:
                     write_results(folder / RESULTS, results)
-                    write_report(folder / "report.html", results)
+                    write_report(folder / PAGE, results)
                     RunFolder(folder).write_head(FINISHED, head | {"kind": COMPRESS_RUN})
     return results
 
@@ -527,6 +528,7 @@ def _finish(
             if encoder is not None:
                 put_file(run.path / ENCODER, lambda file: file.write_bytes(encoder.to_bytes()))
             write_results(run.path / RESULTS, results)
+            write_report(run.path / PAGE, results)
             run.write_head(FINISHED, head)
             run.drop_replaced()
 
@@ -586,8 +588,9 @@ def _note_of_origin(recipe: Recipe, outcome: SearchOutcome) -> list[str]:
     losses, sign = outcome.selection_losses, -1 if direction_of(recipe.task, recipe.stop_on) else 1
     first, other = (f"{sign * losses[name]:.5f}" for name in (SEARCHED, COMPRESSED))
     return [
-        f"The search gained nothing: at the same bytes its selection {recipe.stop_on} is {first}, "
-        f"that of plain training, compressed, {other}. The latter is what this run holds."
+        "The search gained nothing beyond chance, so this run holds the trained model, compressed. "
+        f"At these bytes the selection {recipe.stop_on} of the search is {first}; that of the "
+        f"compressed model is {other}."
     ]
 
 
@@ -707,7 +710,7 @@ def run_report(folders: Sequence[Path]) -> Results:
         place, requirement = str(folder), f"a folder that `dnis` wrote, with its {RESULTS}"
         check((folder / RESULTS).is_file(), place, requirement, "none", "write it again")
     results = join_results([read_results(folder / RESULTS) for folder in folders])
-    write_report(folders[0] / "report.html", results)
+    write_report(folders[0] / PAGE, results)
     return results
 
 

@@ -118,23 +118,26 @@ def command(kind: type[Any]) -> Callable[[Callable[[Any], None]], Callable[..., 
 def train(settings: TrainCommand) -> None:
     """Trains the plain model until its selection loss stops improving; writes a run. Ctrl-C saves
     and stops; the same command with --resume goes on, also after a crash."""
-    _print_results(commands().run_train(settings), f"run: {address_of(settings.out)}")
+    out = settings.out
+    _print_results(commands().run_train(settings), out, f"run: {address_of(out)}")
 
 
 @command(CompressCommand)
 def compress(settings: CompressCommand) -> None:
     """Compresses a trained model, without a training step: bits for every column of every block of
     rows, by what they are worth to the loss. Writes an artifact a size, OUT/x8 for 8 times."""
-    results, place = commands().run_compress(settings), address_of(settings.out)
+    place = address_of(settings.out)
     lines = [f"artifact: {place}/{name}" for name in settings.sizes]
-    _print_results(results, *lines, f"report: {place}/report.html")
+    _print_results(commands().run_compress(settings), settings.out, *lines)
 
 
 @command(SearchCommand)
 def search(settings: SearchCommand) -> None:
     """Searches: trains, lets columns die by what they are worth, spends bits on the others; writes
     a run. Ctrl-C saves and stops; the same command with --resume goes on, also after a crash."""
-    _print_results(commands().run_search(settings), f"run: {address_of(settings.out)}")
+    _print_results(
+        commands().run_search(settings), settings.out, f"run: {address_of(settings.out)}"
+    )
 
 
 @command(ExportCommand)
@@ -208,7 +211,7 @@ def report(
     ],
 ) -> None:
     """Writes report.html, one page that opens offline, into the first RUN, about all of them."""
-    _print_results(commands().run_report(runs), f"report: {address_of(runs[0])}/report.html")
+    _print_results(commands().run_report(runs), runs[0])
 
 
 def _is_first_rank() -> bool:
@@ -216,12 +219,12 @@ def _is_first_rank() -> bool:
     return number_of("RANK", 0) == 0
 
 
-def _print_results(results: Any, *lines: str) -> None:
+def _print_results(results: Any, out: Path, *lines: str) -> None:
     if _is_first_rank():
         from dnis_torchrec.report.rows import terminal_table
 
         print_table(terminal_table(results))
-        for line in (results.headline, *lines):
+        for line in (results.headline, f"report: {address_of(out)}/report.html", *lines):
             say(line)
 
 

@@ -52,7 +52,7 @@ from dnis_torchrec.training.weights import remove_model, weight_name, write_mode
 
 FORMAT, FORMAT_VERSION = "dnis-torchrec-run", 1
 RUN = FolderKind("run", "run.json", FORMAT)
-RESULTS = "results.json"
+RESULTS, PAGE = "results.json", "report.html"
 TRAIN_RUN, SEARCH_RUN, COMPRESS_RUN = "trained", "searched", "compressed"
 """Kinds of run: of `dnis train`, of `dnis search`, and the artifacts of `dnis compress`."""
 TRAINING, INTERRUPTED, FINISHED = "training", "interrupted", "finished"
