@@ -28,7 +28,7 @@ from dnis_torchrec.artifact.write import shared_folder, write_artifact
 from dnis_torchrec.checks import check, describe, versions
 from dnis_torchrec.cli.judge import Judge, Metrics, block_rows
 from dnis_torchrec.cli.narrow import begin_narrow_
-from dnis_torchrec.cli.progress import progress
+from dnis_torchrec.cli.progress import progress_and_stop
 from dnis_torchrec.cli.run import (
     COMPRESS_RUN,
     FINISHED,
@@ -79,7 +79,7 @@ from dnis_torchrec.data.recipe import DataSplits, Recipe, build_recipe
 from dnis_torchrec.data.stream import FrequencyCounts
 from dnis_torchrec.data.task import TrainTask, check_batches, direction_of
 from dnis_torchrec.data.urls import put_file, url_of
-from dnis_torchrec.ranks import Ranks, on_rank_zero, rank_of, together, world_size_of
+from dnis_torchrec.ranks import Ranks, on_rank_zero, progress_bar, rank_of, together, world_size_of
 from dnis_torchrec.report.page import write_report
 from dnis_torchrec.report.rows import (
     COMPRESS,
@@ -182,7 +182,7 @@ def _train(
     task = TrainTask(recipe.model, recipe.task, embedding_l2=recipe.embedding_l2)
     model, optimizer = shard(task, recipe, device)
     stream = BilevelStream(train, data.validation, LevelSchedule(warm_up_steps=None))
-    with progress(recipe, run.drop_replaced, counts.num_samples) as events:
+    with progress_and_stop(recipe, run.drop_replaced, counts.num_samples) as events:
         model.train()
         patience = None if settings.refit else SearchSettings().patience
         most = head["configuration"]["epochs"] * steps
@@ -282,7 +282,8 @@ def run_compress(settings: CompressCommand) -> Results:
         )
         if ranks.world_size == 1:
             rows += judge.cut_rows(model, settings.compressions)
-        allocations = {name: measurement.allocate(**size) for name, size in settings.sizes.items()}
+        sizes = progress_bar(settings.sizes.items(), "choosing bits", delay=1)
+        allocations = {name: measurement.allocate(**size) for name, size in sizes}
         seconds = time.monotonic() - begin
         head["configuration"] = {"sizes": settings.sizes}
         is_turned = bool(rotation_groups(model, recipe.leave_alone))
@@ -296,18 +297,14 @@ def run_compress(settings: CompressCommand) -> Results:
                     "configuration": settings.sizes[name],
                 }
                 with measurement.shifted(allocation):
-                    export(
-                        *(model, allocation.scheme, folder / name),
-                        forms=(PACKED,),
-                        run=run,
-                        encoder=encoder,
-                    )
-                    own_seconds = seconds + time.monotonic() - begin
-                    metrics = _evaluate_served(judge, model, folder / name)
+                    scheme, place = allocation.scheme, folder / name
+                    export(model, scheme, place, forms=(PACKED,), run=run, encoder=encoder)
+                    seconds_of_size = seconds + time.monotonic() - begin
+                    metrics = _evaluate_served(judge, model, place)
                 if not is_left:  # who verifies has other samples of a stream
-                    on_rank_zero(partial(_note_metrics, folder / name, metrics["test"]))
+                    on_rank_zero(partial(_note_metrics, place, metrics["test"]))
                 size = allocation.num_bytes, allocation.compression
-                row = judge.row(COMPRESS, metrics, *size, own_seconds, name=name)
+                row = judge.row(COMPRESS, metrics, *size, seconds_of_size, name=name)
                 increase = allocation.predicted_loss_increase
                 rows.append(replace(row, predicted_loss_increase=increase))
             results = judge.results(rows, head, split="recent" if is_left else "test")
@@ -542,7 +539,7 @@ def _search(
     device: torch.device,
 ) -> None:
     """The search itself; leaves a finished run with its rows."""
-    with progress(recipe, run.drop_replaced) as events:
+    with progress_and_stop(recipe, run.drop_replaced) as events:
         torch.manual_seed(head["seed"])
         begin = time.monotonic()
         outcome = search(
