@@ -31,7 +31,6 @@ from dnis_torchrec.cli.narrow import begin_narrow_
 from dnis_torchrec.cli.progress import progress_and_stop
 from dnis_torchrec.cli.run import (
     COMPRESS_RUN,
-    FINISHED,
     INTERRUPTED,
     PAGE,
     RESULTS,
@@ -45,6 +44,7 @@ from dnis_torchrec.cli.run import (
     kind_of,
 )
 from dnis_torchrec.cli.settings import (
+    FINISHED,
     CompressCommand,
     EvaluateCommand,
     ExportCommand,
@@ -265,7 +265,7 @@ def run_compress(settings: CompressCommand) -> Results:
             recipe, weights, head = _trained_model(settings)
             recipe = with_tables_apart(recipe)
         encoder, tables = encoder_of(recipe), table_configs(recipe.model)
-        recipe, data, counts, held_out = _data_to_compress(settings, recipe, head, ranks)
+        recipe, data, counts, held_out = data_to_measure(settings.source, recipe, head, ranks)
         is_left = held_out is None
         num_bytes = 4 * dense_parameters(recipe.model)
         model = spread_filled(recipe.model, weights, device)
@@ -290,7 +290,7 @@ def run_compress(settings: CompressCommand) -> Results:
         with shared_folder(out, overwrite=overwrite, kind=RUN, ranks=ranks) as folder:
             for name, allocation in allocations.items():
                 begin = time.monotonic()
-                run = {key: head[key] for key in head if key != "commands"} | {
+                record = {key: head[key] for key in head if key != "commands"} | {
                     "turned": is_turned,
                     "error_feedback": True,
                     "output_shift": allocation.output_shift,
@@ -298,7 +298,7 @@ def run_compress(settings: CompressCommand) -> Results:
                 }
                 with measurement.shifted(allocation):
                     scheme, place = allocation.scheme, folder / name
-                    export(model, scheme, place, forms=(PACKED,), run=run, encoder=encoder)
+                    export(model, scheme, place, forms=(PACKED,), run=record, encoder=encoder)
                     seconds_of_size = seconds + time.monotonic() - begin
                     metrics = _evaluate_served(judge, model, place)
                 if not is_left:  # who verifies has other samples of a stream
@@ -316,22 +316,21 @@ def run_compress(settings: CompressCommand) -> Results:
     return results
 
 
-def _data_to_compress(
-    settings: CompressCommand, recipe: Recipe, head: dict[str, Any], ranks: Ranks
+def data_to_measure(
+    source: Path | None, recipe: Recipe, head: dict[str, Any], ranks: Ranks
 ) -> tuple[Recipe, DataSplits, FrequencyCounts, Iterable[Batch] | None]:
     """The recipe with splits, this rank's, the counts, and samples for gains unless all were
-    trained on."""
+    trained on; of a stream the head of a run learns of it."""
     if not recipe.is_stream:
         data, counts, _ = read_splits(recipe, table_configs(recipe.model), ranks)
-        held_out = samples_to_measure(data.selection if head["refit"] else data.validation)
+        held_out = samples_to_measure(data.selection if head.get("refit") else data.validation)
         return recipe, data, counts, held_out
-    source, remedy = settings.source, "name what `dnis train --steps` wrote"
+    remedy = "name what `dnis train --steps` wrote"
     is_fit = source is not None and is_run(source)
     check(is_fit, "--from", "a run, as Recipe.data is a stream", source, remedy)
     run = RunFolder.open(cast(Path, source))
     data, counts, number = data_of_stream(run, ranks)
-    head["notes"] = [RECENT_NOTE.format(number)]
-    head["stream"] = run.read_head()["stream"]
+    head |= {"notes": [RECENT_NOTE.format(number)], "stream": run.read_head()["stream"]}
     return replace(recipe, data=data), data, counts, None
 
 
@@ -703,9 +702,6 @@ def run_package(settings: PackageCommand) -> None:
 
 def run_report(folders: Sequence[Path]) -> Results:
     """Writes report.html into the first of some folders, about all of them."""
-    for folder in folders:
-        place, requirement = str(folder), f"a folder that `dnis` wrote, with its {RESULTS}"
-        check((folder / RESULTS).is_file(), place, requirement, "none", "write it again")
     results = join_results([read_results(folder / RESULTS) for folder in folders])
     write_report(folders[0] / PAGE, results)
     return results
