@@ -14,6 +14,8 @@ MEANINGS = {
     "cut axes": "A model whose rows keep their first principal axes, in 8 or 4 bits a value.",
     "density": "The share of columns that a search has not dropped yet.",
     "epoch": "One pass over all training data.",
+    "finish": "The phase of a search that trains through the rounding.",
+    "given": "The phase of a search in which the optimizers of a trained model see gradients.",
     "int8 rows, int4 rows": "A model whose rows have 8 or 4 bits a value, and a scale each.",
     "loss": "What training makes small: the mean over samples of how wrong predictions are.",
     "loss increase": "The loss of a model minus the loss of the uncompressed one, on test.",

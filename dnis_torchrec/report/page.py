@@ -49,6 +49,8 @@ METHOD_STYLES = {
     "cut axes": (PURPLE, "cross"),
 }
 COMPRESSION = "compression (log scale)"
+PLAIN = "plain"
+"""The phase of weights alone, as a history has it."""
 MOST_IN_A_LEGEND = 16
 _TERM_OF = {name: term for term in MEANINGS for name in term.split(", ")}
 _TERM_OF |= {f"{name}s": term for name, term in _TERM_OF.items() if not name.endswith("s")}
@@ -66,6 +68,8 @@ def render_report(results: Results) -> str:
     headings, *lines = table_lines(results)
     scripts = _scripts()[0 if charts else 1 :]
     words = set[str]()
+    names = dict.fromkeys(str(record.get("phase", PLAIN)) for record in results.history)
+    phases = ["plain training" if name == PLAIN else name for name in names]
     environment = Environment(
         loader=PackageLoader("dnis_torchrec.report"),
         autoescape=True,
@@ -79,7 +83,7 @@ def render_report(results: Results) -> str:
         numbers=_numbers(results),
         seeds=_seeds_line(results),
         charts={name: Markup(_json(figure)) for name, figure in charts.items()},
-        captions=CAPTIONS,
+        captions=CAPTIONS | {"history": f"{CAPTIONS['history']}{', '.join(phases)}."},
         headings=headings,
         lines=lines,
         words=words,
@@ -103,10 +107,9 @@ def _linked(text: str, words: set[str]) -> Markup:
 CAPTIONS = {
     "quality": "Each mark is a model: its metric against its compression, on a log scale.",
     "loss": "The loss increase of each size: predicted before rounding, and measured on test.",
-    "history": "Losses of each epoch or step. A dotted line begins a phase: plain training, ramp, "
-    "release.",
+    "history": "Losses of each epoch or step. A dotted line begins a phase: ",
     "bits": "Bits of each block against the occurrences of one of its rows. A larger mark has more "
-    "rows; a line joins the blocks of a table.",
+    "rows.",
 }
 """What stands below each chart, in the order of the page."""
 
@@ -221,9 +224,9 @@ def bits(blocks: pd.DataFrame) -> go.Figure:
         x = rows["occurrences"].where(rows["occurrences"] > 0, never)
         sizes = 6 + 16 * (rows["rows"] / blocks["rows"].max()) ** 0.5
         trace = line(str(table), x, rows["bits"], _style(index), facts)
-        figure.add_trace(
-            trace.update(marker={"size": list(sizes), "opacity": 0.85}, line={"width": 1})
-        )
+        is_alone = blocks["table"].nunique() > MOST_IN_A_LEGEND  # lines of many hide the marks
+        mode, marker = "markers" if is_alone else trace.mode, {"size": list(sizes), "opacity": 0.85}
+        figure.add_trace(trace.update(marker=marker, line={"width": 1}, mode=mode))
     _frame(figure, "bits of a value, mean over all columns", height=420)
     most = float(counts.max()) if len(counts) else 1.0
     return figure.update_xaxes(

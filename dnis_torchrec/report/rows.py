@@ -189,7 +189,7 @@ def headline_size(frame: pd.DataFrame) -> pd.Series | None:
 
 
 def table_lines(results: Results) -> list[list[str]]:
-    """Headings, then a line for each row of `rows_frame`, as text."""
+    """Headings, then a line for each row of `rows_frame`, as text; no column without a value."""
     metric = results.primary_metric
     headings = ["model", "compression", "bytes", f"{results.split} {metric}", f"selection {metric}"]
     lines = [[*headings, "loss increase", "predicted", "seeds", "time"]]
@@ -206,7 +206,8 @@ def table_lines(results: Results) -> list[list[str]]:
         ]
         seconds = format_seconds(row["seconds"]) if row["seconds"] else "-"
         lines.append([*cells, f"{row['seeds']:.0f}", seconds])
-    return lines
+    columns = [c for c in zip(*lines, strict=True) if any(cell != "-" for cell in c[1:])]
+    return [list(line) for line in zip(*columns, strict=True)]
 
 
 def terminal_table(results: Results) -> Table:
