@@ -208,6 +208,8 @@ class TrainCommand(TableOptions):
 
     def __post_init__(self) -> None:
         self.check_table(self.recipe, is_new=self.refit is None and self.source is None)
+        for run in filter(None, (self.refit, self.source)):
+            check_run(run)
         check(not (self.resume and self.overwrite), "--resume", "no --overwrite", "both")
         names = "--steps or --until"
         remedy = f"a stream has no epochs: give {names} alone"

@@ -49,7 +49,7 @@ METHOD_STYLES = {
     "cut axes": (PURPLE, "cross"),
 }
 COMPRESSION = "compression (log scale)"
-PLAIN = "plain"
+PLAIN_PHASE = "plain"
 """The phase of weights alone, as a history has it."""
 MOST_IN_A_LEGEND = 16
 _TERM_OF = {name: term for term in MEANINGS for name in term.split(", ")}
@@ -68,8 +68,8 @@ def render_report(results: Results) -> str:
     headings, *lines = table_lines(results)
     scripts = _scripts()[0 if charts else 1 :]
     words = set[str]()
-    names = dict.fromkeys(str(record.get("phase", PLAIN)) for record in results.history)
-    phases = ["plain training" if name == PLAIN else name for name in names]
+    names = dict.fromkeys(str(record.get("phase", PLAIN_PHASE)) for record in results.history)
+    phases = ["plain training" if name == PLAIN_PHASE else name for name in names]
     environment = Environment(
         loader=PackageLoader("dnis_torchrec.report"),
         autoescape=True,

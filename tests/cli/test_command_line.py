@@ -187,6 +187,7 @@ def test_help_wrong_options_and_wrong_paths_need_no_torch() -> None:
     lines = {"--help": 0, "--version": 0, "search a:b --out a --compression 0.5": 2}
     lines |= {"search a:b --out a --compression 8,20": 2, "search a.csv --label y --out a": 2}
     lines |= {
+        "train a:b --refit none --out a": 2,
         "report none": 2,
         "evaluate none": 2,
         "export none --out a": 2,
