@@ -136,9 +136,9 @@ def draw_charts(results: Results) -> dict[str, go.Figure]:
 def quality(frame: pd.DataFrame, results: Results) -> go.Figure:
     """A metric over the compression, a line a method; bars are standard deviations over seeds."""
     figure, metric = go.Figure(), results.primary_metric
-    others = iter((ORANGE, SKY, *(f"hsl({137 * n % 360}, 50%, 50%)" for n in range(len(frame)))))
+    colours = iter((ORANGE, SKY, *(f"hsl({137 * n % 360}, 50%, 50%)" for n in range(len(frame)))))
     for index, (method, rows) in enumerate(frame.dropna(subset=["metric"]).groupby("method")):
-        style = METHOD_STYLES.get(str(method)) or (next(others), MARKS[index % len(MARKS)])
+        style = METHOD_STYLES.get(str(method)) or (next(colours), MARKS[index % len(MARKS)])
         facts = [
             [
                 f"{results.split} {metric} {format_metric(row.metric)}",

@@ -82,11 +82,11 @@ class Results:
                 text += f" It is the largest size at which {of_loss} {limit}."
             if not is_within:
                 text += f" At no size {of_loss} {limit}; this size comes closest."
-        others = [
+        rest = [
             f"{format_count(row.compression)} times: {format_metric(row.metric)}"
             for row in sizes.drop(best.name).itertuples()
         ]
-        return text + (f" Other sizes are {'; '.join(others)}." if others else "")
+        return text + (f" Other sizes are {'; '.join(rest)}." if rest else "")
 
 
 class _StoredRow(TypedDict):

@@ -64,8 +64,8 @@ def evaluate(
     """Metrics of a model on a split, over all ranks."""
     read_by_name_(model, refuse_weights=None)
     task, metrics = task_of(task), None
-    shown = progress_bar(batches, "evaluating", delay=1)
-    for batch, _, value, outputs in predict(model, shown, device):
+    bar = progress_bar(batches, "evaluating", delay=1)
+    for batch, _, value, outputs in predict(model, bar, device):
         if metrics is None:
             metrics = SampleMetrics(task.kinds_of(batch), device, _PLACE)
         predictions = check_predictions(task, batch, outputs, _PLACE)
