@@ -93,9 +93,9 @@ def search(
 ) -> "SearchResult":
     """Trains a model so that its tables can be served in a fraction of the bytes.
 
-    On one process; several ranks, progress and resuming have ``dnis search``. It makes a process
-    group where there is none, and checkpoints that are gone when it returns. Every epoch is logged
-    at level INFO.
+    On one process; several ranks and resuming have ``dnis search``. It makes a process group where
+    there is none, and checkpoints that are gone when it returns. A terminal shows progress and the
+    time left. Every epoch is logged at level INFO.
 
     Args:
         recipe: model, data, and loss or task; stays as it is, so the same call gives the same

@@ -74,6 +74,14 @@ def visible(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else code for c, code in codes)
 
 
+def tell(sentence: str) -> None:
+    """Says what came of a long work: on a terminal, else in the log."""
+    if sys.stderr.isatty():
+        sys.stderr.write(visible(f"{sentence}\n"))
+    else:
+        logging.getLogger("dnis_torchrec").info(sentence)
+
+
 def check(condition: bool, place: str, requirement: str, value: object, remedy: str = "") -> None:
     """Raises a ValueError in the package's wording unless `condition` holds."""
     if not condition:

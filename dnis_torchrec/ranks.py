@@ -3,13 +3,14 @@ leaves nobody waiting, and exact sums over them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from tqdm import tqdm
 
 _T = TypeVar("_T")
 
@@ -50,6 +51,12 @@ def _gather_objects(local: _T, process_group: dist.ProcessGroup | None) -> list[
     if len(of_ranks) > 1:
         dist.all_gather_object(of_ranks, local, group=process_group)
     return of_ranks
+
+
+def progress_bar(steps: Iterable[Any] | None, words: str, **more: Any) -> Any:
+    """The steps of a long work, shown with the time left on the terminal of the first rank."""
+    disable = None if rank_of() == 0 else True  # None: where standard error is no terminal
+    return tqdm(steps, words, dynamic_ncols=True, leave=False, disable=disable, **more)
 
 
 def on_rank_zero(action: Callable[[], _T], process_group: dist.ProcessGroup | None = None) -> _T:

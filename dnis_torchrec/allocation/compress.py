@@ -42,7 +42,7 @@ from dnis_torchrec.allocation.gains import LossSample, output_bias
 from dnis_torchrec.allocation.settings import ENOUGH_SAMPLES, NUM_BLOCKS
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts, table_key
-from dnis_torchrec.checks import check, describe
+from dnis_torchrec.checks import check, describe, tell
 from dnis_torchrec.data.batches import features_of, for_lookup
 from dnis_torchrec.data.over_ranks import count_over_ranks
 from dnis_torchrec.data.recipe import check_left_alone
@@ -260,7 +260,15 @@ def compress(
                     replace_(model, replacement, plain[fqn])
                 raise
     measurement.shift_(result)
+    tell(_sentence(result, measurement.sample.loss))
     return result
+
+
+def _sentence(result: Allocation, loss: float) -> str:
+    size = f"{result.compression:.2f} times smaller: {result.num_bytes:,} bytes"
+    plain, new = 4 * result.scheme.dense_parameters, loss + result.predicted_loss_increase
+    size += f" instead of {plain:,}"
+    return f"Tables are {size}; the loss is predicted as {new:.4f}, uncompressed it is {loss:.4f}."
 
 
 def _check_answers(model: nn.Module, batch: Batch, loss: Loss | Task) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,7 +33,7 @@ from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.batches import check_batch, for_lookup, slice_of
 from dnis_torchrec.data.over_ranks import SAME_BATCHES
 from dnis_torchrec.data.task import LossTask, Outputs, Task, TrainTask, check_labels, check_outputs
-from dnis_torchrec.ranks import Ranks
+from dnis_torchrec.ranks import Ranks, progress_bar
 from dnis_torchrec.selection.shards import collections, ranks_of, table_configs_of
 from dnis_torchrec.selection.torchrec import read_by_name_
 
@@ -331,8 +330,6 @@ LARGER_SAMPLE = 4
 """The sample grows by this factor if it reads no row of a table."""
 DERIVATIVE_BYTES = 1 << 28
 """Most memory for the second derivatives of a batch; larger batches are cut."""
-LONG_SECONDS = 10.0
-"""A measurement that will take more seconds than this warns after its first batch."""
 BYTES_AT_A_TIME = 1 << 26
 """About as many bytes as a pass takes beside the model's activations; larger batches are cut."""
 
@@ -373,12 +370,14 @@ def curvature(
     of = [watched_collection(collection, blocks, device) for collection in result.values()]
     sums = CurvatureSums(tables, blocks, device, couplings=couplings)
     with evaluating(model), watching(of) as lookups:
-        at_a_time, begin = _samples_at_a_time(of, num_outputs), time.monotonic()
+        at_a_time = _samples_at_a_time(of, num_outputs)
         stream = first_batches(batches, loss, ranks, enough, at_a_time)
-        for index, (place, batch) in enumerate(stream):
+        most = None if math.isinf(enough) else enough
+        bar = progress_bar(None, "measuring", total=most, unit=" samples", delay=1)
+        for place, batch in stream:
+            bar.update(ranks.world_size * len(batch.labels))
             sums.add(*look_up(model, batch.to(device), loss, place, ranks, lookups))
-            if index == 0 and warns and ranks.is_first and num_outputs > 1:
-                _say_how_long(time.monotonic() - begin, len(batch.labels), enough, num_outputs)
+        bar.close()
     return sums.over(ranks, loss, warns=warns)
 
 
@@ -419,17 +418,6 @@ def _samples_at_a_time(of: Iterable[WatchedCollection], num_outputs: int) -> int
     `BYTES_AT_A_TIME`."""
     floats = sum(lookup.floats_per_sample for lookup in of)
     return max(1, min(BYTES_AT_A_TIME // (4 * floats), samples_within(num_outputs)))
-
-
-def _say_how_long(seconds: float, num_samples: int, enough: float, num_outputs: int) -> None:
-    """Warns that a measurement will take long, once its first batch has been timed."""
-    whole = seconds * enough / max(1, num_samples)
-    if LONG_SECONDS < whole < math.inf:
-        logger.warning(
-            "measuring curvature takes up to %.0f s: %d outputs take as many backward passes a "
-            "batch; num_samples=%d fewer would do",
-            *(whole, num_outputs, int(enough)),
-        )
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from dnis_torchrec.blocks.counts import ROWS_AT_A_TIME, FrequencyCounts
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.ops.packed import values_in_codes
-from dnis_torchrec.ranks import Ranks
+from dnis_torchrec.ranks import Ranks, progress_bar
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
 from dnis_torchrec.selection.shards import (
     TableShard,
@@ -354,7 +354,7 @@ def rounding_energies(
     shards = {name: [shard for shard in every if shard.table == name] for name in shapes}
     copies = num_copies(shards, shapes, ranks)
     energy, largest = {}, {}
-    for name, part in shards.items():
+    for name, part in progress_bar(shards.items(), "rounding tables", delay=1):
         of_chunks = [chunk.abs().amax().float().cpu() for s in part for chunk, _, _ in s.chunks()]
         most = torch.stack([torch.zeros(()), *of_chunks]).amax().view(1)
         largest[name] = float(ranks.max_(most))

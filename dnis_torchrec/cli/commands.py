@@ -28,11 +28,11 @@ from dnis_torchrec.artifact.write import shared_folder, write_artifact
 from dnis_torchrec.checks import check, describe, versions
 from dnis_torchrec.cli.judge import Judge, Metrics, block_rows
 from dnis_torchrec.cli.narrow import begin_narrow_
-from dnis_torchrec.cli.progress import progress
+from dnis_torchrec.cli.progress import progress_and_stop
 from dnis_torchrec.cli.run import (
     COMPRESS_RUN,
-    FINISHED,
     INTERRUPTED,
+    PAGE,
     RESULTS,
     RUN,
     SEARCH_RUN,
@@ -44,6 +44,7 @@ from dnis_torchrec.cli.run import (
     kind_of,
 )
 from dnis_torchrec.cli.settings import (
+    FINISHED,
     CompressCommand,
     EvaluateCommand,
     ExportCommand,
@@ -78,7 +79,7 @@ from dnis_torchrec.data.recipe import DataSplits, Recipe, build_recipe
 from dnis_torchrec.data.stream import FrequencyCounts
 from dnis_torchrec.data.task import TrainTask, check_batches, direction_of
 from dnis_torchrec.data.urls import put_file, url_of
-from dnis_torchrec.ranks import Ranks, on_rank_zero, rank_of, together, world_size_of
+from dnis_torchrec.ranks import Ranks, on_rank_zero, progress_bar, rank_of, together, world_size_of
 from dnis_torchrec.report.page import write_report
 from dnis_torchrec.report.rows import (
     COMPRESS,
@@ -181,7 +182,7 @@ def _train(
     task = TrainTask(recipe.model, recipe.task, embedding_l2=recipe.embedding_l2)
     model, optimizer = shard(task, recipe, device)
     stream = BilevelStream(train, data.validation, LevelSchedule(warm_up_steps=None))
-    with progress(recipe, run.drop_replaced, counts.num_samples) as events:
+    with progress_and_stop(recipe, run.drop_replaced, counts.num_samples) as events:
         model.train()
         patience = None if settings.refit else SearchSettings().patience
         most = head["configuration"]["epochs"] * steps
@@ -264,7 +265,7 @@ def run_compress(settings: CompressCommand) -> Results:
             recipe, weights, head = _trained_model(settings)
             recipe = with_tables_apart(recipe)
         encoder, tables = encoder_of(recipe), table_configs(recipe.model)
-        recipe, data, counts, held_out = _data_to_compress(settings, recipe, head, ranks)
+        recipe, data, counts, held_out = data_to_measure(settings.source, recipe, head, ranks)
         is_left = held_out is None
         num_bytes = 4 * dense_parameters(recipe.model)
         model = spread_filled(recipe.model, weights, device)
@@ -281,59 +282,55 @@ def run_compress(settings: CompressCommand) -> Results:
         )
         if ranks.world_size == 1:
             rows += judge.cut_rows(model, settings.compressions)
-        allocations = {name: measurement.allocate(**size) for name, size in settings.sizes.items()}
+        sizes = progress_bar(settings.sizes.items(), "choosing bits", delay=1)
+        allocations = {name: measurement.allocate(**size) for name, size in sizes}
         seconds = time.monotonic() - begin
         head["configuration"] = {"sizes": settings.sizes}
         is_turned = bool(rotation_groups(model, recipe.leave_alone))
         with shared_folder(out, overwrite=overwrite, kind=RUN, ranks=ranks) as folder:
             for name, allocation in allocations.items():
                 begin = time.monotonic()
-                run = {key: head[key] for key in head if key != "commands"} | {
+                record = {key: head[key] for key in head if key != "commands"} | {
                     "turned": is_turned,
                     "error_feedback": True,
                     "output_shift": allocation.output_shift,
                     "configuration": settings.sizes[name],
                 }
                 with measurement.shifted(allocation):
-                    export(
-                        *(model, allocation.scheme, folder / name),
-                        forms=(PACKED,),
-                        run=run,
-                        encoder=encoder,
-                    )
-                    own_seconds = seconds + time.monotonic() - begin
-                    metrics = _evaluate_served(judge, model, folder / name)
+                    scheme, place = allocation.scheme, folder / name
+                    export(model, scheme, place, forms=(PACKED,), run=record, encoder=encoder)
+                    seconds_of_size = seconds + time.monotonic() - begin
+                    metrics = _evaluate_served(judge, model, place)
                 if not is_left:  # who verifies has other samples of a stream
-                    on_rank_zero(partial(_note_metrics, folder / name, metrics["test"]))
+                    on_rank_zero(partial(_note_metrics, place, metrics["test"]))
                 size = allocation.num_bytes, allocation.compression
-                row = judge.row(COMPRESS, metrics, *size, own_seconds, name=name)
+                row = judge.row(COMPRESS, metrics, *size, seconds_of_size, name=name)
                 increase = allocation.predicted_loss_increase
                 rows.append(replace(row, predicted_loss_increase=increase))
             results = judge.results(rows, head, split="recent" if is_left else "test")
             with together():
                 if ranks.is_first:
                     write_results(folder / RESULTS, results)
-                    write_report(folder / "report.html", results)
+                    write_report(folder / PAGE, results)
                     RunFolder(folder).write_head(FINISHED, head | {"kind": COMPRESS_RUN})
     return results
 
 
-def _data_to_compress(
-    settings: CompressCommand, recipe: Recipe, head: dict[str, Any], ranks: Ranks
+def data_to_measure(
+    source: Path | None, recipe: Recipe, head: dict[str, Any], ranks: Ranks
 ) -> tuple[Recipe, DataSplits, FrequencyCounts, Iterable[Batch] | None]:
     """The recipe with splits, this rank's, the counts, and samples for gains unless all were
-    trained on."""
+    trained on; of a stream the head of a run learns of it."""
     if not recipe.is_stream:
         data, counts, _ = read_splits(recipe, table_configs(recipe.model), ranks)
-        held_out = samples_to_measure(data.selection if head["refit"] else data.validation)
+        held_out = samples_to_measure(data.selection if head.get("refit") else data.validation)
         return recipe, data, counts, held_out
-    source, remedy = settings.source, "name what `dnis train --steps` wrote"
+    remedy = "name what `dnis train --steps` wrote"
     is_fit = source is not None and is_run(source)
     check(is_fit, "--from", "a run, as Recipe.data is a stream", source, remedy)
     run = RunFolder.open(cast(Path, source))
     data, counts, number = data_of_stream(run, ranks)
-    head["notes"] = [RECENT_NOTE.format(number)]
-    head["stream"] = run.read_head()["stream"]
+    head |= {"notes": [RECENT_NOTE.format(number)], "stream": run.read_head()["stream"]}
     return replace(recipe, data=data), data, counts, None
 
 
@@ -527,6 +524,7 @@ def _finish(
             if encoder is not None:
                 put_file(run.path / ENCODER, lambda file: file.write_bytes(encoder.to_bytes()))
             write_results(run.path / RESULTS, results)
+            write_report(run.path / PAGE, results)
             run.write_head(FINISHED, head)
             run.drop_replaced()
 
@@ -540,7 +538,7 @@ def _search(
     device: torch.device,
 ) -> None:
     """The search itself; leaves a finished run with its rows."""
-    with progress(recipe, run.drop_replaced) as events:
+    with progress_and_stop(recipe, run.drop_replaced) as events:
         torch.manual_seed(head["seed"])
         begin = time.monotonic()
         outcome = search(
@@ -586,8 +584,9 @@ def _note_of_origin(recipe: Recipe, outcome: SearchOutcome) -> list[str]:
     losses, sign = outcome.selection_losses, -1 if direction_of(recipe.task, recipe.stop_on) else 1
     first, other = (f"{sign * losses[name]:.5f}" for name in (SEARCHED, COMPRESSED))
     return [
-        f"The search gained nothing: at the same bytes its selection {recipe.stop_on} is {first}, "
-        f"that of plain training, compressed, {other}. The latter is what this run holds."
+        "The search gained nothing beyond chance, so this run holds the trained model, compressed. "
+        f"At these bytes the selection {recipe.stop_on} of the search is {first}; that of the "
+        f"compressed model is {other}."
     ]
 
 
@@ -703,11 +702,8 @@ def run_package(settings: PackageCommand) -> None:
 
 def run_report(folders: Sequence[Path]) -> Results:
     """Writes report.html into the first of some folders, about all of them."""
-    for folder in folders:
-        place, requirement = str(folder), f"a folder that `dnis` wrote, with its {RESULTS}"
-        check((folder / RESULTS).is_file(), place, requirement, "none", "write it again")
     results = join_results([read_results(folder / RESULTS) for folder in folders])
-    write_report(folders[0] / "report.html", results)
+    write_report(folders[0] / PAGE, results)
     return results
 
 

@@ -27,7 +27,7 @@ Metrics = Mapping[str, Mapping[str, float]]
 
 
 SEEN, NEW = "seen", "new"
-BY_TIME = "Splits are by time: the loss of later samples may rise by twice what is predicted."
+BY_TIME = "Splits are by time. The loss of later samples may rise twice as much as predicted."
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class Judge:
             of_seen, of_new = (metrics[name]["loss"] for name in (SEEN, NEW))
             size = f", {compression:.3g} times smaller" if compression > 1 else ""
             self.notes.append(
-                f"{method}{size}: loss {of_seen:.4f} of test samples whose rows training has seen, "
-                f"{of_new:.4f} of the others."
+                f"The test loss of {method}{size} is {of_seen:.4f} where training has seen the "
+                f"rows, {of_new:.4f} elsewhere."
             )
         return ResultRow(method=method, seed=self.seed, **splits, **numbers, **more)
 

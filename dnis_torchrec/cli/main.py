@@ -37,14 +37,11 @@ ALONE = ("package", "report")
 app = typer.Typer(
     name="dnis",
     help="Makes embedding tables many times smaller: every column of every block of rows gets the "
-    "bits it is worth.\n\nA typical session:\n\n"
-    "  dnis train examples.movielens:mf --data DIR --out TRAINED\n\n"
-    "  dnis compress examples.movielens:mf --from TRAINED --data DIR --compression 8,20 --out S\n\n"
-    "  dnis evaluate S/x20 --recipe examples.movielens:mf --data DIR\n\n"
-    "A model trained for its size:\n\n"
-    "  dnis search examples.movielens:mf --from TRAINED --data DIR --compression 20 --out RUN\n\n"
-    "  dnis export RUN --out ARTIFACT\n\n"
-    "  dnis report RUN",
+    "bits it is worth.\n\nA session on a table of your own:\n\n"
+    "  dnis train clicks.csv --label click --ids user,item --out trained\n\n"
+    "  dnis compress clicks.csv --from trained --compression 8,20 --out small\n\n"
+    "  dnis evaluate small/x20 --recipe clicks.csv\n\n"
+    "`dnis COMMAND --help` begins with an example on generated data.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -116,32 +113,41 @@ def command(kind: type[Any]) -> Callable[[Callable[[Any], None]], Callable[..., 
 
 @command(TrainCommand)
 def train(settings: TrainCommand) -> None:
-    """Trains the plain model until its selection loss stops improving; writes a run. Ctrl-C saves
-    and stops; the same command with --resume goes on, also after a crash."""
-    _print_results(commands().run_train(settings), f"run: {address_of(settings.out)}")
+    """`dnis train examples.synthetic:demo --out trained`
+
+    Trains the plain model until its selection loss stops improving, and writes a run. Ctrl-C saves
+    and stops. The same command with --resume goes on, also after a crash."""
+    out = settings.out
+    _print_results(commands().run_train(settings), out, f"run: {address_of(out)}")
 
 
 @command(CompressCommand)
 def compress(settings: CompressCommand) -> None:
-    """Compresses a trained model, without a training step: bits for every column of every block of
-    rows, by what they are worth to the loss. Writes an artifact a size, OUT/x8 for 8 times."""
-    results, place = commands().run_compress(settings), address_of(settings.out)
+    """`dnis compress examples.synthetic:demo --from trained --compression 4,8 --out small`
+
+    Compresses a trained model without a training step. Each column of each block of rows gets the
+    bits that it is worth to the loss. Each size is an artifact, OUT/x8 for 8 times."""
+    place = address_of(settings.out)
     lines = [f"artifact: {place}/{name}" for name in settings.sizes]
-    _print_results(results, *lines, f"report: {place}/report.html")
+    _print_results(commands().run_compress(settings), settings.out, *lines)
 
 
 @command(SearchCommand)
 def search(settings: SearchCommand) -> None:
-    """Searches: trains, lets columns die by what they are worth, spends bits on the others; writes
-    a run. Ctrl-C saves and stops; the same command with --resume goes on, also after a crash."""
-    _print_results(commands().run_search(settings), f"run: {address_of(settings.out)}")
+    """`dnis search examples.synthetic:demo --compression 10 --out searched`
+
+    Trains a model for its size: columns that are worth little shrink to nothing, the others get
+    bits. Writes a run. Ctrl-C saves and stops. The same command with --resume goes on."""
+    _print_results(
+        commands().run_search(settings), settings.out, f"run: {address_of(settings.out)}"
+    )
 
 
 @command(ExportCommand)
 def export(settings: ExportCommand) -> None:
-    """Exports a finished RUN as an artifact, ready to serve, or to train on."""
-    with arguments():
-        commands().RunFolder.open(settings.run)
+    """`dnis export searched --out artifact`
+
+    Exports a finished RUN as an artifact, ready to serve, or to train on."""
     commands().run_export(settings)
     if _is_first_rank():
         say(f"artifact: {address_of(settings.out)}")
@@ -149,16 +155,15 @@ def export(settings: ExportCommand) -> None:
 
 @command(EvaluateCommand)
 def evaluate(settings: EvaluateCommand) -> None:
-    """Evaluates a run or an artifact on the test split, or verifies an artifact."""
+    """`dnis evaluate small/x8 --recipe examples.synthetic:demo`
+
+    Evaluates a run or an artifact on the test split, or verifies an artifact."""
     from dnis_torchrec.data.files import write_json
 
     if settings.verify:
         verification = commands().run_verify(settings)
         result, failures = verification.to_json(), verification.failures
     else:
-        with arguments():
-            if not (settings.path / "manifest.json").is_file():
-                commands().RunFolder.open(settings.path)
         result, failures = commands().run_evaluate(settings), []
     if _is_first_rank():
         if settings.verify:
@@ -175,7 +180,9 @@ def evaluate(settings: EvaluateCommand) -> None:
 
 @command(PackageCommand)
 def package(settings: PackageCommand) -> None:
-    """Packages the whole model of an artifact, compiled: inputs dense, values, lengths."""
+    """`dnis package small/x8 --recipe examples.synthetic:demo --out package`
+
+    Compiles the whole model of an artifact. Its inputs are dense, values and lengths."""
     try:
         commands().run_package(settings)
     except RuntimeError as error:  # no compiler, or a package that predicts something else
@@ -185,10 +192,10 @@ def package(settings: PackageCommand) -> None:
 
 @command(RefreshCommand)
 def refresh(settings: RefreshCommand) -> None:
-    """Refreshes an artifact with the model of RUN: compresses it anew at the artifact's size, or
-    writes a delta, for `dnis.apply_delta`."""
-    with arguments():
-        commands().RunFolder.open(settings.run)
+    """`dnis refresh examples.synthetic:demo trained small/x8 --out refreshed`
+
+    Compresses the model of RUN anew at the size of ARTIFACT, or writes a delta, which
+    `dnis.apply_delta` applies."""
     from dnis_torchrec.cli.refresh import run_refresh
 
     for line in run_refresh(settings):
@@ -207,8 +214,14 @@ def report(
         ),
     ],
 ) -> None:
-    """Writes report.html, one page that opens offline, into the first RUN, about all of them."""
-    _print_results(commands().run_report(runs), f"report: {address_of(runs[0])}/report.html")
+    """`dnis report trained small`
+
+    Writes report.html into the first RUN: one page about all of them, which opens offline."""
+    with arguments():
+        for run in runs:
+            place, requirement = f"folder {run}", "a results.json, as `dnis` writes it"
+            check((run / "results.json").is_file(), place, requirement, "none", "check the path")
+    _print_results(commands().run_report(runs), runs[0])
 
 
 def _is_first_rank() -> bool:
@@ -216,12 +229,12 @@ def _is_first_rank() -> bool:
     return number_of("RANK", 0) == 0
 
 
-def _print_results(results: Any, *lines: str) -> None:
+def _print_results(results: Any, out: Path, *lines: str) -> None:
     if _is_first_rank():
         from dnis_torchrec.report.rows import terminal_table
 
         print_table(terminal_table(results))
-        for line in (results.headline, *lines):
+        for line in (results.headline, f"report: {address_of(out)}/report.html", *lines):
             say(line)
 
 

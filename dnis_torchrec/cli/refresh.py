@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from dnis_torchrec.artifact.delta import ServedState, read_state, write_delta
 from dnis_torchrec.artifact.export import export
 from dnis_torchrec.artifact.refresh import MOST_DRIFT, Refresh, delta_, drift, whole_
-from dnis_torchrec.cli.commands import encoder_of, recipe_of
+from dnis_torchrec.cli.commands import data_to_measure, encoder_of, recipe_of
 from dnis_torchrec.cli.run import RunFolder
 from dnis_torchrec.cli.settings import RefreshCommand
-from dnis_torchrec.cli.streams import data_of_stream
-from dnis_torchrec.data.over_ranks import read_splits, samples_to_measure
-from dnis_torchrec.data.recipe import Recipe
+from dnis_torchrec.data.over_ranks import samples_to_measure
 from dnis_torchrec.data.urls import address_of
 from dnis_torchrec.ranks import Ranks, together
 from dnis_torchrec.scheme import PACKED, MixedDimensionScheme
 from dnis_torchrec.search.search import with_tables_apart
-from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.training.checkpoint import check_shared
 from dnis_torchrec.training.shard import process_group
 from dnis_torchrec.training.weights import check_state, spread_filled
@@ -39,7 +36,11 @@ def run_refresh(settings: RefreshCommand) -> Iterator[str]:
             recipe = recipe_of(settings, head, path)
             check_state(recipe.model, weights, f"run folder {path}")
             recipe = with_tables_apart(recipe)
-        encoder, samples = encoder_of(recipe), _samples(run, recipe, head, ranks)
+        encoder = encoder_of(recipe)
+        _, data, counts, held_out = data_to_measure(path, recipe, head, ranks)
+        samples: dict[str, Any] = {"counts": counts, "held_out": held_out, "loss": recipe.task}
+        samples["batches"] = samples_to_measure(data.train)
+        samples["leave_alone"] = recipe.leave_alone
         model = spread_filled(recipe.model, weights, device)
         record = {key: value for key, value in base.run.items() if key != "metrics"}
         record |= {key: head[key] for key in RECORD if key in head}
@@ -49,17 +50,10 @@ def run_refresh(settings: RefreshCommand) -> Iterator[str]:
             measurement, allocation = whole_(model, *state, compression=size, **samples)
             record["output_shift"] = allocation.output_shift
             with measurement.shifted(allocation):
-                export(
-                    model,
-                    allocation.scheme,
-                    settings.out,
-                    forms=(PACKED,),
-                    run=record,
-                    encoder=encoder,
-                )
+                place = allocation.scheme, settings.out
+                export(model, *place, forms=(PACKED,), run=record, encoder=encoder)
             yield _size_line(allocation.scheme)
-            increase = allocation.predicted_loss_increase
-            yield f"predicted increase of the loss: {increase:.3g}"
+            yield f"predicted increase of the loss: {allocation.predicted_loss_increase:.3g}"
             yield f"artifact: {address_of(settings.out)}"
             return
         result = delta_(model, base.scheme, base.rows, **samples)
@@ -77,20 +71,6 @@ def run_refresh(settings: RefreshCommand) -> Iterator[str]:
         total = sum(by_table.values())
         advice = "a whole refresh is due" if total > MOST_DRIFT else f"{MOST_DRIFT:.1%} is fine"
         yield f"drift of all tables: {total:+.2%}; {advice}"
-
-
-def _samples(
-    run: RunFolder, recipe: Recipe, head: Mapping[str, Any], ranks: Ranks
-) -> dict[str, Any]:
-    """What a model is measured on: what a stream has left, or the splits of the recipe."""
-    held_out = None
-    if recipe.is_stream:
-        data, counts, _ = data_of_stream(run, ranks)
-    else:
-        data, counts, _ = read_splits(recipe, table_configs(recipe.model), ranks)
-        held_out = samples_to_measure(data.selection if head.get("refit") else data.validation)
-    samples = {"batches": samples_to_measure(data.train), "counts": counts, "held_out": held_out}
-    return samples | {"loss": recipe.task, "leave_alone": recipe.leave_alone}
 
 
 def _size_line(scheme: MixedDimensionScheme) -> str:

@@ -20,6 +20,7 @@ from torchrec.datasets.utils import Batch
 
 from dnis_torchrec.allocation.axes import with_axes_
 from dnis_torchrec.checks import check, describe
+from dnis_torchrec.cli.settings import check_run
 from dnis_torchrec.data.files import (
     PARTIAL,
     FolderKind,
@@ -52,10 +53,10 @@ from dnis_torchrec.training.weights import remove_model, weight_name, write_mode
 
 FORMAT, FORMAT_VERSION = "dnis-torchrec-run", 1
 RUN = FolderKind("run", "run.json", FORMAT)
-RESULTS = "results.json"
+RESULTS, PAGE = "results.json", "report.html"
 TRAIN_RUN, SEARCH_RUN, COMPRESS_RUN = "trained", "searched", "compressed"
 """Kinds of run: of `dnis train`, of `dnis search`, and the artifacts of `dnis compress`."""
-TRAINING, INTERRUPTED, FINISHED = "training", "interrupted", "finished"
+TRAINING, INTERRUPTED = "training", "interrupted"
 
 _DAMAGED = "it was damaged; run the command again"
 
@@ -118,11 +119,8 @@ class RunFolder:
     def open(path: Path) -> RunFolder:
         """Opens the folder of a finished run that holds a model."""
         run = RunFolder(path)
-        remedy = "name a folder that `dnis train` or `dnis search` wrote"
-        check((path / "run.json").is_file(), run._place, "a run.json in it", "none", remedy)
+        check_run(path)
         head = run.read_head()
-        remedy = "go on with --resume first"
-        check(head["status"] == FINISHED, run._place, "a finished run", head["status"], remedy)
         remedy = "its artifacts are the folders in it"
         check(kind_of(head) != COMPRESS_RUN, run._place, "a model", "compressed ones", remedy)
         return run

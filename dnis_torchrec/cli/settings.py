@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +24,8 @@ from dnis_torchrec.search.settings import check_compression
 
 WRITTEN_BY_RANKS = ("checkpoints/*", "model/*")
 """Files of a run that every rank writes; rank 0 writes the others."""
+FINISHED = "finished"
+"""Status of a run that is over."""
 _CLOCK = r"(\d\d?):(\d\d)"
 FORM_NAMES = ("packed", "mixed_dimension")
 
@@ -33,7 +37,19 @@ def number_of(variable: str, otherwise: int) -> int:
 
 def _read(value: str | None) -> Path | None:
     with arguments():
-        return None if value is None else fetch(value)
+        path = None if value is None else fetch(value)
+        is_there = path is None or path.exists()
+        check(is_there, f"path {value}", "a file or a folder", "none", "check the path")
+        return path
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        remedy = "`dnis compress` takes several sizes" if "," in value else "write it as 20 or 0.01"
+        text = describe("size", "one number", repr(value), remedy)
+        raise typer.BadParameter(text) from None
 
 
 def _write(context: typer.Context, value: str | None) -> Path | None:
@@ -59,43 +75,27 @@ def _write_first(context: typer.Context, values: Sequence[str]) -> list[Path]:
 
 # Text until the callback: a Path would swallow one of the two slashes of a URL.
 READ: dict[str, Any] = {"parser": str, "callback": _read}
+ReadOption, ReadArgument = partial(typer.Option, **READ), partial(typer.Argument, **READ)
 WRITTEN: dict[str, Any] = {"parser": str, "callback": _write}
 WRITTEN_FIRST: dict[str, Any] = {"parser": str, "callback": _write_first}
-COMPRESSION_HELP = "Bytes of the float32 tables over bytes served, above 1"
+COMPRESSION_HELP = "Bytes of the float32 tables over served bytes, above 1"
 
-RecipeArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="RECIPE",
-        help="`module:function`, from the current folder; or a table: a CSV or Parquet file, or a "
-        "folder of them.",
-    ),
-]
-RecipeOption = typer.Option(metavar="RECIPE", help="Recipe or table of the model.")
-DataOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FOLDER", help="Folder of data, or its URL, if the recipe needs it.", **READ
-    ),
-]
+RECIPE_HELP = """A recipe `module:function` in the current folder, or a table. A table is a CSV or
+Parquet file, or a folder of them."""
+WEIGHTS_HELP = """The trained model: a run of `dnis train` or `dnis search`, or weights, or a URL.
+Weights are a .safetensors file, a file of torch.save, or a folder of
+torch.distributed.checkpoint."""
+RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help=RECIPE_HELP)]
+RecipeOption = typer.Option(metavar="RECIPE", help="The recipe or the table of the model.")
 OutOption = Annotated[
-    Path, typer.Option(metavar="FOLDER", help="Folder to write, or its URL.", **WRITTEN)
+    Path, typer.Option(metavar="FOLDER", help="The folder to write, or its URL.", **WRITTEN)
 ]
-OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace what stands at --out.")]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace the folder at --out.")]
 FromOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--from",
-        metavar="RUN_OR_WEIGHTS",
-        help="The trained model: what `dnis train` or `dnis search` wrote; or weights, a "
-        ".safetensors file, a state_dict of torch.save, or a folder of "
-        "torch.distributed.checkpoint; or a URL.",
-        **READ,
-    ),
+    Path | None, ReadOption("--from", metavar="RUN_OR_WEIGHTS", help=WEIGHTS_HELP)
 ]
-SeedOption = Annotated[
-    int | None,
-    typer.Option(min=0, help="Of weights, splits and batch order: 0, or that of --from."),
+EpochsOption = Annotated[
+    int | None, typer.Option(min=1, help="The most epochs of plain training, 60 by default.")
 ]
 ResumeOption = Annotated[
     bool, typer.Option("--resume", help="Go on with the run at --out, if there is one.")
@@ -108,22 +108,27 @@ class TableOptions:
 
     label: Annotated[
         str | None,
-        typer.Option(metavar="COLUMN", help="Of a table: what to predict, 0 and 1 or any numbers."),
+        typer.Option(
+            metavar="COLUMN", help="The column of a table to predict: 0 and 1, or numbers."
+        ),
     ] = None
     ids: Annotated[
         str | None,
-        typer.Option(metavar="COLUMNS", help="Those with one id a row, commas between them."),
+        typer.Option(metavar="COLUMNS", help="Columns of one id each, with commas between them."),
     ] = None
-    dense: Annotated[str | None, typer.Option(metavar="COLUMNS", help="Those of numbers.")] = None
+    dense: Annotated[str | None, typer.Option(metavar="COLUMNS", help="Columns of numbers.")] = None
     bags: Annotated[
         str | None,
-        typer.Option(metavar="COLUMNS", help="Those of lists of ids; in text | is between ids."),
+        typer.Option(metavar="COLUMNS", help="Columns of lists of ids; in text | is between ids."),
     ] = None
     time: Annotated[
         str | None,
-        typer.Option(metavar="COLUMN", help="Test on the latest rows, not on random ones."),
+        typer.Option(metavar="COLUMN", help="The time of a row: the latest rows are the test."),
     ] = None
-    data: DataOption = None
+    data: Annotated[
+        Path | None,
+        ReadOption(metavar="FOLDER", help="The data of a recipe: a folder, or its URL."),
+    ] = None
 
     @property
     def columns(self) -> dict[str, Any] | None:
@@ -150,6 +155,16 @@ class TableOptions:
             check(self.columns is None, "--label", "a table as RECIPE", str(recipe), remedy)
 
 
+def check_run(path: Path) -> None:
+    """Checks that a folder is a finished run, without loading torch."""
+    place, remedy = f"run folder {path}", "name a folder that `dnis train` or `dnis search` wrote"
+    check((path / "run.json").is_file(), place, "a run.json in it", "none", remedy)
+    status = FINISHED
+    with suppress(KeyError, TypeError, ValueError):  # `RunFolder.read_head` refuses a damaged file
+        status = json.loads((path / "run.json").read_text(encoding="utf-8"))["status"]
+    check(status == FINISHED, place, "a finished run", status, "go on with --resume first")
+
+
 def is_table(recipe: str) -> bool:
     """Returns whether RECIPE names a table, by path or URL, and not a ``module:function``."""
     path = Path(recipe)
@@ -164,40 +179,37 @@ class TrainCommand(TableOptions):
     recipe: RecipeArgument
     out: OutOption
     source: Annotated[
-        Path | None,
-        typer.Option(
-            "--from", metavar="RUN", help="A run of a stream: go on from its last step.", **READ
-        ),
+        Path | None, ReadOption("--from", metavar="RUN", help="Go on from the end of this stream.")
     ] = None
     scheme: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="ARTIFACT", help="Train narrow tables: the blocks of this artifact.", **READ
-        ),
+        Path | None, ReadOption(metavar="ARTIFACT", help="Train the narrow tables of an artifact.")
     ] = None
-    epochs: Annotated[
-        int | None, typer.Option(min=1, help="Epochs at most of plain training, 60 by default.")
-    ] = None
+    epochs: EpochsOption = None
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps at most of one pass over a stream.")
+        int | None, typer.Option(min=1, help="The most steps of one pass over a stream.")
     ] = None
     until: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="When a stream's pass ends: 23:30, or a date and time."),
+        typer.Option(metavar="TIME", help="The end of a pass: 23:30, or a date and time."),
     ] = None
     refit: Annotated[
         Path | None,
         typer.Option(
             metavar="RUN",
-            help="Train anew on train and validation, for as many epochs as were best in RUN.",
+            help="Train on train and validation data, for the best number of epochs of RUN.",
         ),
     ] = None
-    seed: SeedOption = None
+    seed: Annotated[
+        int | None,
+        typer.Option(min=0, help="The seed of weights, splits and batches: 0, or that of --from."),
+    ] = None
     resume: ResumeOption = False
     overwrite: OverwriteOption = False
 
     def __post_init__(self) -> None:
         self.check_table(self.recipe, is_new=self.refit is None and self.source is None)
+        for run in filter(None, (self.refit, self.source)):
+            check_run(run)
         check(not (self.resume and self.overwrite), "--resume", "no --overwrite", "both")
         names = "--steps or --until"
         remedy = f"a stream has no epochs: give {names} alone"
@@ -238,11 +250,15 @@ class CompressCommand(TableOptions):
     out: OutOption
     source: FromOption = None
     compression: Annotated[
-        str | None, typer.Option(help=f"{COMPRESSION_HELP}; several with commas between them.")
+        str | None, typer.Option(help=f"{COMPRESSION_HELP}. Several have commas between them.")
     ] = None
     max_loss: Annotated[
         float | None,
-        typer.Option(help="Instead: increase of the loss, predicted, at most, in fewest bytes."),
+        typer.Option(
+            metavar="NUMBER",
+            help="Instead of a size: the most that the loss may rise, as predicted.",
+            parser=_number,
+        ),
     ] = None
     overwrite: OverwriteOption = False
 
@@ -284,15 +300,13 @@ class SearchCommand(TableOptions):
     recipe: RecipeArgument
     out: OutOption
     source: FromOption = None
-    compression: Annotated[float, typer.Option(help=f"{COMPRESSION_HELP}.")] = 20.0
-    epochs: Annotated[
-        int | None, typer.Option(min=1, help="Epochs at most of plain training, 60 by default.")
-    ] = None
+    compression: Annotated[
+        float, typer.Option(metavar="NUMBER", help=f"{COMPRESSION_HELP}.", parser=_number)
+    ] = 20.0
+    epochs: EpochsOption = None
     steps: Annotated[
         int | None,
-        typer.Option(
-            min=5, help="Steps of one pass over a stream: half train, a fifth drops columns."
-        ),
+        typer.Option(min=5, help="Steps of one pass over a stream; the first half only trains."),
     ] = None
     resume: ResumeOption = False
     overwrite: OverwriteOption = False
@@ -314,20 +328,16 @@ class SearchCommand(TableOptions):
 class ExportCommand:
     """Settings of `dnis export`."""
 
-    run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="What `dnis search` wrote, or its URL.", **READ)
-    ]
+    run: Annotated[Path, ReadArgument(metavar="RUN", help="A run of `dnis search`, or its URL.")]
     out: OutOption
     forms: Annotated[
         list[str] | None,
-        typer.Option(
-            "--form",
-            help=f"{' or '.join(FORM_NAMES)}, may be repeated; packed where there are bits.",
-        ),
+        typer.Option("--form", help=f"{' or '.join(FORM_NAMES)}; may be repeated."),
     ] = None
     overwrite: OverwriteOption = False
 
     def __post_init__(self) -> None:
+        check_run(self.run)
         for form in self.forms or ():
             check(form in FORM_NAMES, "--form", f"one of {', '.join(FORM_NAMES)}", form)
         _check_seen_by_ranks(self.out)
@@ -338,24 +348,24 @@ class EvaluateCommand(TableOptions):
     """Settings of `dnis evaluate`."""
 
     path: Annotated[
-        Path,
-        typer.Argument(metavar="RUN_OR_ARTIFACT", help="What `dnis` wrote, or its URL.", **READ),
+        Path, ReadArgument(metavar="RUN_OR_ARTIFACT", help="A run, an artifact, or a URL.")
     ]
     recipe: Annotated[str | None, RecipeOption] = None
     verify: Annotated[
         bool,
         typer.Option(
             "--verify",
-            help="Check an artifact's hashes and the values it serves; its metrics with --recipe.",
+            help="Check hashes and served values of an artifact; with --recipe its metrics, too.",
         ),
     ] = False
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the result here.")
+        Path | None, typer.Option("--json", metavar="FILE", help="The file for the result.")
     ] = None
 
     def __post_init__(self) -> None:
         self.check_table(self.recipe, is_new=False)
-        check(self.path.is_dir(), str(self.path), "a run or an artifact", "no such folder")
+        if not (self.path / "manifest.json").is_file():
+            check_run(self.path)
         is_clear = self.recipe is not None or self.verify
         check(is_clear, "--recipe", "the recipe of the model", "none", "name it")
         if self.json_file is not None:  # a pipe or a device would be replaced
@@ -369,10 +379,7 @@ class PackageCommand(TableOptions):
     """Settings of `dnis package`."""
 
     artifact: Annotated[
-        Path,
-        typer.Argument(
-            metavar="ARTIFACT", help="What `dnis export` or `compress` wrote, or its URL.", **READ
-        ),
+        Path, ReadArgument(metavar="ARTIFACT", help="The artifact to compile, or its URL.")
     ]
     out: OutOption
     recipe: Annotated[str, RecipeOption]
@@ -387,19 +394,18 @@ class RefreshCommand(TableOptions):
     """Settings of `dnis refresh`."""
 
     recipe: RecipeArgument
-    run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="What `dnis train` wrote, or its URL.", **READ)
-    ]
+    run: Annotated[Path, ReadArgument(metavar="RUN", help="A run of `dnis train`, or its URL.")]
     artifact: Annotated[
-        Path, typer.Argument(metavar="ARTIFACT", help="What is served, or its URL.", **READ)
+        Path, ReadArgument(metavar="ARTIFACT", help="The artifact that is served, or its URL.")
     ]
     out: OutOption
     delta: Annotated[
-        bool, typer.Option("--delta", help="Keep the artifact's scheme; write what differs.")
+        bool, typer.Option("--delta", help="Keep the scheme and write only changes.")
     ] = False
 
     def __post_init__(self) -> None:
         self.check_table(self.recipe, is_new=False)
+        check_run(self.run)
         _check_seen_by_ranks(self.out)
 
 

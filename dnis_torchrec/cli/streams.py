@@ -46,14 +46,10 @@ from dnis_torchrec.training.progressive import WINDOW_REPORTS, Progressive, repo
 from dnis_torchrec.training.settings import Saving
 from dnis_torchrec.training.shard import shard
 
-STREAM_NOTE = (
-    "Progressive validation: metrics of the last {} steps, of predictions made before each step."
-)
-RECENT_NOTE = (
-    "Metrics are those of the newest {:,} samples of the stream, which training has read once."
-)
+STREAM_NOTE = "Metrics are those of the last {} steps; each batch was predicted before its step."
+RECENT_NOTE = "Metrics are those of the newest {:,} samples, which training has read once."
 SHORT_NOTE = "The stream ended after {:,} of {:,} steps."
-SEARCH_NOTE = "No gains: weights have learnt from every sample once."
+SEARCH_NOTE = "Gains are not fitted, because training has read every sample."
 
 
 def check_pass(recipe: Recipe, settings: TrainCommand | SearchCommand) -> None:

@@ -50,8 +50,9 @@ def guard_standard_error() -> None:
     """Logs, warnings and tracebacks reach standard error through `visible`."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_VisibleFormatter("%(levelname)s: %(message)s"))
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    # It tells that operators are compiled: nobody should wonder what takes so long.
+    logging.basicConfig(level=logging.ERROR, handlers=[handler])  # of others
+    logging.getLogger("dnis_torchrec").setLevel(logging.WARNING)
+    # It tells that operators are compiled, which takes a while.
     logging.getLogger("dnis_torchrec.ops.build").setLevel(logging.INFO)
     warnings.formatwarning = lambda *parts, **more: visible(_plain_warning(*parts, **more))
     sys.excepthook = lambda *end: say("".join(format_exception(*end)), err=True)

@@ -59,7 +59,6 @@ _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-][0-9]{1,3})?")
 _TIME = re.compile(r"[0-9]{4}(-[0-9]{2}){2}([T ][0-9]{2}:[0-9]{2}[0-9:.]*(Z|[+-][0-9:]+)?)?")
 _BYTES = re.compile(r"""b(['"]).*\1""", re.DOTALL)
 _BLOCK_BYTES = 1 << 24  # of a CSV file; a line has to fit in
-_SHOWN_IDS = 5
 logger = logging.getLogger(__name__)
 
 
@@ -265,7 +264,7 @@ class FrameEncoder:
             is_new = np.array([text not in self.rows[name] for text in ids.texts], bool)[codes]
             if is_new.sum() * 2 > len(codes):
                 new = [ids.texts[code] for code in dict.fromkeys(codes[is_new].tolist())]
-                examples = ", ".join(map(repr, new[:_SHOWN_IDS]))
+                examples = ", ".join(map(repr, new[:5]))
                 number = f"{is_new.sum()} of {len(codes)} ids were not in the training samples"
                 warn(f"column {name!r}: {number}, such as {examples}: they share one row")
         dense, ids_of_one, bags = self.tensors(columns)
@@ -405,8 +404,7 @@ def frame_of(source: Frame, columns: Iterable[Hashable]) -> pd.DataFrame:
     """The columns that are needed of a frame, a dict of columns or a file."""
     columns, place = list(dict.fromkeys(columns)), "frame"
     if isinstance(source, str | os.PathLike):
-        place = os.fspath(source)
-        source = _file(place, columns)
+        source = _file(place := os.fspath(source), columns)
     elif isinstance(source, Mapping):
         source = pd.DataFrame(source)
     if not isinstance(source, pd.DataFrame):
@@ -470,6 +468,12 @@ def _check_columns(place: str, names: Iterable[Hashable], columns: list[Hashable
     for name in columns:
         number = names.count(name)
         remedy = "" if number else nearest(str(name), map(str, names))
+        line = ", ".join(part for part in names[:4] if isinstance(part, str))
+        mark = next((mark for mark in ";\t|" if len(names) == 1 and mark in line), None)
+        if mark is not None:
+            remedy = f"the file has {mark!r} between its columns: write it with commas"
+        elif re.search(r"(^|, )[-+.\d]+(,|$)", line):
+            remedy = f"its first line is {line}: write the names of columns above it"
         check(number == 1, place, f"a column {name!r}", f"{number or 'none'}", remedy)
 
 
@@ -500,10 +504,8 @@ def ids_of(column: pd.Series) -> Ids:
     try:
         codes, values = pd.factorize(column)
     except (TypeError, NotImplementedError) as error:
-        place = f"column {column.name!r}"
-        raise ValueError(
-            describe(place, "one id in every row", "lists", "name it in bags")
-        ) from error
+        place, requirement = f"column {column.name!r}", "one id in every row"
+        raise ValueError(describe(place, requirement, "lists", "name it in bags")) from error
     if types.is_object_dtype(kind) and types.infer_dtype(column).startswith("mixed"):
         # Python's True equals 1, so that they were one value.
         codes, values = pd.factorize(column.map(text_of, na_action="ignore"))
@@ -632,11 +634,11 @@ def order_in_time(column: pd.Series) -> np.ndarray:
     """The rows from the earliest to the latest; those of one time keep their order."""
     place, column = f"time column {column.name!r}", _parsed(column, (pa.int64(), pa.float64()))
     if not types.is_numeric_dtype(column.dtype):
-        try:
-            column = pd.to_datetime(column.astype(object), format="ISO8601", utc=True)
-        except (TypeError, ValueError) as error:
-            requirement = "numbers, dates or texts as ISO 8601 has them"
-            raise ValueError(describe(place, requirement, str(error))) from error
+        texts, requirement = column.astype(object), "numbers, dates or texts as ISO 8601 has them"
+        column = pd.to_datetime(texts, format="ISO8601", utc=True, errors="coerce")
+        bad = texts[column.isna() & texts.notna()]
+        remedy = "write 2024-01-31 or 2024-01-31 23:30; pandas.to_datetime reads other formats"
+        check(bad.empty, place, requirement, repr(next(iter(bad), None)), remedy)
     number = int(column.isna().sum())
     check(number == 0, place, "a time in every row", f"{number} missing", "leave those rows out")
     if column.nunique() == 1:
@@ -707,8 +709,8 @@ def recipe_from_frame(
     check_known("model", model, MODELS)
     dim = EMBEDDING_DIM if embedding_dim is None else embedding_dim
     check(dim >= 1, "embedding_dim", "an integer >= 1", dim)
-    columns: Any = {"label": label, "dense": dense, "ids": ids, "bags": bags, "time": time}
-    columns |= {"batch_size": batch_size}
+    columns: Any = {"label": label, "dense": dense, "ids": ids, "bags": bags}
+    columns |= {"time": time, "batch_size": batch_size}
     data: FrameSplits | FrameStream
     if is_stream:
         data = stream_of_frame(frame, **columns, encoder=encoder)

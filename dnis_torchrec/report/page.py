@@ -6,19 +6,21 @@ import base64
 import hashlib
 import html
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 from plotly import graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from dnis_torchrec.data.files import write_text
+from dnis_torchrec.report.glossary import MEANINGS
 from dnis_torchrec.report.rows import (
     COMPRESS,
     SEARCH,
@@ -26,8 +28,10 @@ from dnis_torchrec.report.rows import (
     UNCOMPRESSED,
     Results,
     format_count,
+    format_difference,
     format_megabytes,
     format_metric,
+    headline_size,
     rows_frame,
     table_lines,
 )
@@ -38,13 +42,19 @@ COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, YELLOW, BROWN)
 MARKS = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "x")
 METHOD_STYLES = {
     SEARCH: (BLUE, "circle"),
-    COMPRESS: (SKY, "diamond"),
+    COMPRESS: (GREEN, "diamond"),
     UNCOMPRESSED: (GREY, "hexagon"),
     "int8 rows": (YELLOW, "square"),
     "int4 rows": (BROWN, "triangle-up"),
+    "cut axes": (PURPLE, "cross"),
 }
 COMPRESSION = "compression (log scale)"
+PLAIN_PHASE = "plain"
+"""The phase of weights alone, as a history has it."""
 MOST_IN_A_LEGEND = 16
+_TERM_OF = {name: term for term in MEANINGS for name in term.split(", ")}
+_TERM_OF |= {f"{name}s": term for name, term in _TERM_OF.items() if not name.endswith("s")}
+_WORD = re.compile(rf"\b({'|'.join(sorted(_TERM_OF, key=len, reverse=True))})\b", re.IGNORECASE)
 
 
 def write_report(path: Path, results: Results) -> Path:
@@ -56,7 +66,10 @@ def render_report(results: Results) -> str:
     """The page as text; every value is escaped."""
     charts = draw_charts(results)
     headings, *lines = table_lines(results)
-    scripts = _scripts() if charts else []
+    scripts = _scripts()[0 if charts else 1 :]
+    words = set[str]()
+    names = dict.fromkeys(str(record.get("phase", PLAIN_PHASE)) for record in results.history)
+    phases = ["plain training" if name == PLAIN_PHASE else name for name in names]
     environment = Environment(
         loader=PackageLoader("dnis_torchrec.report"),
         autoescape=True,
@@ -64,23 +77,39 @@ def render_report(results: Results) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["linked"] = partial(_linked, words=words)
     return environment.get_template("report.html.j2").render(
         results=results,
         numbers=_numbers(results),
+        seeds=_seeds_line(results),
         charts={name: Markup(_json(figure)) for name, figure in charts.items()},
-        captions=CAPTIONS,
+        captions=CAPTIONS | {"history": f"{CAPTIONS['history']}{', '.join(phases)}."},
         headings=headings,
         lines=lines,
+        words=words,
+        meanings=MEANINGS,
         scripts=[Markup(text) for text, _ in scripts],
         script_hashes=Markup(" ".join(f"'{digest}'" for _, digest in scripts)),
     )
 
 
+def _linked(text: str, words: set[str]) -> Markup:
+    """A text whose words of the glossary lead to their meaning, escaped; they join `words`."""
+
+    def link(match: re.Match[str]) -> str:
+        term = _TERM_OF[match[0].lower()]
+        words.add(term)
+        return f'<a class="word" href="#word-{term.split(",")[0].replace(" ", "-")}">{match[0]}</a>'
+
+    return Markup(_WORD.sub(link, str(escape(text))))
+
+
 CAPTIONS = {
-    "quality": "The metric of every model against how much smaller its tables are.",
-    "loss": "How much the loss rises: predicted before anything was rounded, and measured on test.",
-    "history": "Losses by epoch or step; a dotted line begins each phase.",
-    "bits": "Bits of a value of every block against how often a row of it occurs in training.",
+    "quality": "Each mark is a model: its metric against its compression, on a log scale.",
+    "loss": "The loss increase of each size: predicted before rounding, and measured on test.",
+    "history": "Losses of each epoch or step. A dotted line begins a phase: ",
+    "bits": "Bits of each block against the occurrences of one of its rows. A larger mark has more "
+    "rows.",
 }
 """What stands below each chart, in the order of the page."""
 
@@ -96,7 +125,7 @@ def draw_charts(results: Results) -> dict[str, go.Figure]:
         "bits": lambda: bits(pd.DataFrame(list(results.blocks))),
     }
     shows = {
-        "quality": bool(frame["metric"].notna().any()),
+        "quality": int(frame["metric"].notna().sum()) > 1,
         "loss": len(sizes) > 0,
         "history": len(results.history) > 0,
         "bits": len(results.blocks) > 0,
@@ -107,8 +136,9 @@ def draw_charts(results: Results) -> dict[str, go.Figure]:
 def quality(frame: pd.DataFrame, results: Results) -> go.Figure:
     """A metric over the compression, a line a method; bars are standard deviations over seeds."""
     figure, metric = go.Figure(), results.primary_metric
+    colours = iter((ORANGE, SKY, *(f"hsl({137 * n % 360}, 50%, 50%)" for n in range(len(frame)))))
     for index, (method, rows) in enumerate(frame.dropna(subset=["metric"]).groupby("method")):
-        style = METHOD_STYLES.get(str(method), _style(index))
+        style = METHOD_STYLES.get(str(method)) or (next(colours), MARKS[index % len(MARKS)])
         facts = [
             [
                 f"{results.split} {metric} {format_metric(row.metric)}",
@@ -124,7 +154,8 @@ def quality(frame: pd.DataFrame, results: Results) -> go.Figure:
             width = {"color": style[0], "width": 1, "dash": "dot"}
             figure.add_hline(rows["metric"].iloc[0], line=width)
     better = "higher" if results.higher_is_better else "lower"
-    _frame(figure, f"{results.split} {plain(metric)} ({better} is better)", height=420)
+    bars = "; bars: one standard deviation over seeds" if frame["spread"].notna().any() else ""
+    _frame(figure, f"{results.split} {plain(metric)} ({better} is better{bars})", height=420)
     return figure.update_xaxes(_compression_axis(frame["compression"]))
 
 
@@ -167,12 +198,12 @@ def history(epochs: Sequence[Mapping[str, Any]]) -> go.Figure:
                 "text": plain(str(phase)),
                 "showarrow": False,
                 "xanchor": "left",
-                "yanchor": "top",
+                "yanchor": "bottom",
             }
             figure.add_annotation(note, x=at - 0.5, y=1, yref="paper")
     ticks: dict[str, Any] = {"title": {"text": unit}}
     if unit == "epoch":
-        ticks["dtick"] = max(1, len(frame) // 10)
+        ticks |= {"dtick": math.ceil(len(frame) / 8), "range": [-0.6, len(frame) - 0.4]}
     return figure.update_xaxes(showgrid=False, zeroline=False, **ticks)
 
 
@@ -193,9 +224,9 @@ def bits(blocks: pd.DataFrame) -> go.Figure:
         x = rows["occurrences"].where(rows["occurrences"] > 0, never)
         sizes = 6 + 16 * (rows["rows"] / blocks["rows"].max()) ** 0.5
         trace = line(str(table), x, rows["bits"], _style(index), facts)
-        figure.add_trace(
-            trace.update(marker={"size": list(sizes), "opacity": 0.85}, line={"width": 1})
-        )
+        is_alone = blocks["table"].nunique() > MOST_IN_A_LEGEND  # lines of many hide the marks
+        mode, marker = "markers" if is_alone else trace.mode, {"size": list(sizes), "opacity": 0.85}
+        figure.add_trace(trace.update(marker=marker, line={"width": 1}, mode=mode))
     _frame(figure, "bits of a value, mean over all columns", height=420)
     most = float(counts.max()) if len(counts) else 1.0
     return figure.update_xaxes(
@@ -275,17 +306,29 @@ def _log_axis(low: float, high: float, title: str, text: Callable[[float], str])
 
 
 def _numbers(results: Results) -> list[tuple[str, str, str]]:
-    """The head of the page: (label, value, detail) of the smallest model."""
+    """The head of the page: (label, value, detail) of the size in the headline, then the others."""
     frame = rows_frame(results.rows, results.primary_metric)
-    row, metric = frame.iloc[-1], results.primary_metric
-    size = f"{format_megabytes(row['num_bytes'])} instead of "
-    size += format_megabytes(row["num_bytes"] * row["compression"])
-    better = f"{'higher' if results.higher_is_better else 'lower'} is better"
-    return [
-        ("Compression", f"{format_count(row['compression'])}{TIMES}", size),
-        (f"{results.split.capitalize()} {metric}", format_metric(row["metric"]), better),
-        ("Seeds", f"{row['seeds']:.0f}", "another seed may change the last digits"),
-    ]
+    best, sizes = headline_size(frame), frame[frame["method"].isin([SEARCH, COMPRESS])]
+    first = frame.head(1) if best is None else frame.loc[[best.name]]
+    cards = []
+    for row in pd.concat([first, sizes.drop(first.index, errors="ignore")]).to_dict("records"):
+        size = format_megabytes(row["num_bytes"])
+        if row["compression"] > 1:
+            size += f" instead of {format_megabytes(row['num_bytes'] * row['compression'])}"
+        excess = format_difference(row["excess"], lambda value: f"{value:.5f}")
+        if excess != "-" and row["method"] != UNCOMPRESSED:
+            size += f"; {row['judge']} {excess} of its value"
+        label = f"{row['method']}, compression {format_count(row['compression'])}{TIMES}"
+        value = f"{results.split} {results.primary_metric} {format_metric(row['metric'])}"
+        cards.append((label, value, size))
+    return cards
+
+
+def _seeds_line(results: Results) -> str:
+    number = len({row.seed for row in results.rows})
+    if number > 1:
+        return f"Figures are means over {number} seeds, where a model has as many."
+    return "Figures are those of 1 seed; another seed may change the last digits."
 
 
 def _json(figure: go.Figure) -> str:

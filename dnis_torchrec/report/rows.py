@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from decimal import Decimal
 from pathlib import Path
@@ -18,6 +18,8 @@ from dnis_torchrec.data.files import read_json, write_json
 
 UNCOMPRESSED, COMPRESS, SEARCH = "uncompressed", "compress", "search"
 """Methods of the rows that commands write."""
+TOLERANCE = 0.001
+"""Rise of the loss at the size in the headline, at most, over the loss of the uncompressed one."""
 LOWER_IS_BETTER = {"mse", "rmse", "mae", "loss", "logloss", "entropy", "ne"}
 HIGHER_IS_BETTER = {"auc", "accuracy", "hit", "ndcg", "recall", "precision", "map", "mrr"}
 MINUS, PLUS_MINUS, TIMES = "\N{MINUS SIGN}", "\N{PLUS-MINUS SIGN}", "\N{MULTIPLICATION SIGN}"
@@ -56,21 +58,35 @@ class Results:
 
     @property
     def headline(self) -> str:
-        """The smallest model in one sentence, beside the uncompressed one where there is one."""
+        """The largest size whose loss is within `TOLERANCE`, in sentences, beside the uncompressed
+        model and the other sizes."""
         frame = rows_frame(self.rows, self.primary_metric)
-        metric = f"{self.split} {self.primary_metric}"
-        methods = [name for name in (SEARCH, COMPRESS) if name in set(frame["method"])]
-        if not methods:
-            value = frame["metric"].iloc[0]
-            return f"{frame['method'].iloc[0]}: {metric} {format_metric(value)}."
-        best = frame[frame["method"] == methods[0]].iloc[-1]
-        text = f"{format_count(best['compression'])} times smaller: {metric} "
-        text += format_metric(best["metric"])
+        metric, best = f"{self.split} {self.primary_metric}", headline_size(frame)
         plain = frame[frame["method"] == UNCOMPRESSED]["metric"]
+        if best is None:
+            value = format_metric(frame["metric"].iloc[0])
+            return f"The {metric} of the {frame['method'].iloc[0]} model is {value}."
+        text = f"Tables are {format_count(best['compression'])} times smaller; "
+        text += f"{metric} is {format_metric(best['metric'])}"
         if len(plain):
             change = format_difference(best["metric"] - plain.iloc[0])
             text += f", {change} against {format_metric(plain.iloc[0])} uncompressed"
-        return f"{text} ({'higher' if self.higher_is_better else 'lower'} is better)."
+        text += f" ({'higher' if self.higher_is_better else 'lower'} is better)."
+        sizes = frame[frame["method"].isin([SEARCH, COMPRESS])]
+        if not math.isnan(best["excess"]):
+            of_loss = f"the {best['judge']}"
+            limit = f"rises by at most {TOLERANCE} of its value"
+            is_within = best["excess"] <= TOLERANCE
+            text += f" The {best['judge']} {limit}." if is_within and len(sizes) == 1 else ""
+            if is_within and len(sizes) > 1:
+                text += f" It is the largest size at which {of_loss} {limit}."
+            if not is_within:
+                text += f" At no size {of_loss} {limit}; this size comes closest."
+        rest = [
+            f"{format_count(row.compression)} times: {format_metric(row.metric)}"
+            for row in sizes.drop(best.name).itertuples()
+        ]
+        return text + (f" Other sizes are {'; '.join(rest)}." if rest else "")
 
 
 class _StoredRow(TypedDict):
@@ -141,6 +157,7 @@ def rows_frame(rows: Iterable[ResultRow], metric: str) -> pd.DataFrame:
             "metric": row.metrics.get(metric, math.nan),
             "selection": row.selection.get(metric, math.nan),
             "loss": row.metrics.get("loss", math.nan),
+            "selection_loss": row.selection.get("loss", math.nan),
             "predicted": math.nan
             if row.predicted_loss_increase is None
             else row.predicted_loss_increase,
@@ -149,16 +166,30 @@ def rows_frame(rows: Iterable[ResultRow], metric: str) -> pd.DataFrame:
         }
         for row in rows
     )
-    plain = frame[frame["method"] == UNCOMPRESSED].set_index("seed")["loss"]
-    frame["loss_increase"] = frame["loss"] - frame["seed"].map(plain[~plain.index.duplicated()])
+    plain = frame[frame["method"] == UNCOMPRESSED].drop_duplicates("seed").set_index("seed")
+    frame["loss_increase"] = frame["loss"] - frame["seed"].map(plain["loss"])
+    # Sizes are chosen on the selection split where all have it: test is for what was chosen.
+    choice = "selection_loss" if frame["selection_loss"].notna().all() else "loss"
+    of_plain = frame["seed"].map(plain[choice])
+    frame["excess"] = (frame[choice] - of_plain) / of_plain.abs()
     groups = frame.groupby(["method", "size"], sort=False)
     mean = groups.mean(numeric_only=True).drop(columns="seed")
     mean["spread"], mean["seeds"] = groups["metric"].std(), groups["seed"].nunique()
+    mean["judge"] = choice.replace("_", " ")
     return mean.reset_index().sort_values(["compression", "method"], ignore_index=True)
 
 
+def headline_size(frame: pd.DataFrame) -> pd.Series | None:
+    """The row of `rows_frame` that is the largest size within `TOLERANCE`, or comes closest."""
+    sizes = frame[frame["method"].isin([SEARCH, COMPRESS])]
+    within = sizes[sizes["excess"] <= TOLERANCE]
+    if len(within) or not sizes["excess"].notna().any():
+        return None if sizes.empty else (within if len(within) else sizes).iloc[-1]
+    return sizes.loc[sizes["excess"].idxmin()]
+
+
 def table_lines(results: Results) -> list[list[str]]:
-    """Headings, then a line for each row of `rows_frame`, as text."""
+    """Headings, then a line for each row of `rows_frame`, as text; no column without a value."""
     metric = results.primary_metric
     headings = ["model", "compression", "bytes", f"{results.split} {metric}", f"selection {metric}"]
     lines = [[*headings, "loss increase", "predicted", "seeds", "time"]]
@@ -170,13 +201,13 @@ def table_lines(results: Results) -> list[list[str]]:
         cells = [name, f"{format_count(row['compression'])}{TIMES}", f"{row['num_bytes']:,.0f}"]
         cells += [format_metric(row["metric"]) + spread, format_metric(row["selection"])]
         cells += [
-            "-"
-            if math.isnan(value) or name == UNCOMPRESSED
-            else f"{value:+.5f}".replace("-", MINUS)
+            "-" if name == UNCOMPRESSED else format_difference(value, lambda size: f"{size:.5f}")
             for value in (row["loss_increase"], row["predicted"])
         ]
-        lines.append([*cells, f"{row['seeds']:.0f}", format_seconds(row["seconds"])])
-    return lines
+        seconds = format_seconds(row["seconds"]) if row["seconds"] else "-"
+        lines.append([*cells, f"{row['seeds']:.0f}", seconds])
+    columns = [c for c in zip(*lines, strict=True) if any(cell != "-" for cell in c[1:])]
+    return [list(line) for line in zip(*columns, strict=True)]
 
 
 def terminal_table(results: Results) -> Table:
@@ -214,9 +245,9 @@ def format_metric(value: float) -> str:
     )
 
 
-def format_difference(value: float) -> str:
-    """A difference of metrics with its sign; none where it is printed as zero."""
-    size = format_metric(abs(value))
+def format_difference(value: float, text_of: Callable[[float], str] = format_metric) -> str:
+    """A difference with its sign; none where it is printed as zero, a dash where there is none."""
+    size = "-" if math.isnan(value) else text_of(abs(value))
     return size if size == "-" or float(size) == 0 else f"{'+' if value > 0 else MINUS}{size}"
 
 

@@ -30,11 +30,11 @@ from dnis_torchrec.allocation.energies import blocked_tables
 from dnis_torchrec.allocation.gains import LossSample, OutputBias, is_ahead, output_bias
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts
-from dnis_torchrec.checks import check, describe
+from dnis_torchrec.checks import check, describe, tell
 from dnis_torchrec.data.batches import BatchParts, LookupBatches
 from dnis_torchrec.data.over_ranks import read_splits, samples_to_measure, split_over_ranks
 from dnis_torchrec.data.recipe import SPLITS, DataSplits, Recipe
-from dnis_torchrec.data.task import LOSS, TrainTask
+from dnis_torchrec.data.task import LOSS, TrainTask, direction_of
 from dnis_torchrec.data.urls import Address
 from dnis_torchrec.ranks import Ranks, together, world_size_of
 from dnis_torchrec.scheme import PACKED, MixedDimensionScheme
@@ -44,13 +44,7 @@ from dnis_torchrec.search.schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.search.settings import SearchSettings, check_compression
 from dnis_torchrec.selection.shards import name_tables_apart_, name_tables_back_, table_configs
 from dnis_torchrec.selection.swap import fold_, merge_, prepare_
-from dnis_torchrec.training.evaluate import (
-    evaluate,
-    losses_in_words,
-    part_losses,
-    primary_metric,
-    selection_loss,
-)
+from dnis_torchrec.training.evaluate import evaluate, part_losses, primary_metric, selection_loss
 from dnis_torchrec.training.loop import (
     PLAIN,
     EpochRecord,
@@ -61,6 +55,7 @@ from dnis_torchrec.training.loop import (
     TrainLoop,
     train_plainly,
 )
+from dnis_torchrec.training.progress import progress
 from dnis_torchrec.training.rounded import RoundedTables
 from dnis_torchrec.training.settings import Saving
 from dnis_torchrec.training.shard import check_pooling, process_group, set_learning_rates_, shard
@@ -422,6 +417,7 @@ class SearchResult:
     outcome: SearchOutcome
     metrics: dict[str, float]
     metric: str
+    sentence: str
 
     @property
     def model(self) -> nn.Module:
@@ -447,13 +443,8 @@ class SearchResult:
         return sizes_as_html(self.scheme, self._headlines())
 
     def _headlines(self) -> list[str]:
-        num_bytes = self.scheme.served_bytes(PACKED)
-        size = f"{self.compression:.2f} times smaller: {num_bytes:,} bytes served"
-        metric = f"test {self.metric} {self.metrics[self.metric]:.4f}"
-        lines = [f"{size}; {metric}, loss {self.metrics['loss']:.4f}"]
-        if self.outcome.origin == COMPRESSED:
-            lines.append("The search gained nothing. This holds the plain model, compressed.")
-        return lines
+        note = "The search gained nothing. This holds the plain model, compressed."
+        return [self.sentence] + [note] * (self.outcome.origin == COMPRESSED)
 
 
 def search_once(
@@ -472,21 +463,30 @@ def search_once(
         copies = replace(
             recipe, model=copy.deepcopy(recipe.model), data=_from_its_epoch(recipe.data)
         )
-        events = SearchEvents(on_epoch=partial(_log, recipe))
-        path = Path(folder)
-        outcome = search(copies, compression, path, device, settings=settings, events=events)
+        with progress(recipe, logger.info) as events:
+            outcome = search(
+                copies, compression, Path(folder), device, settings=settings, events=events
+            )
         task = TrainTask(outcome.model, recipe.task)
         metrics = evaluate(task, recipe.data.test, recipe.task, device)
     metric, _ = primary_metric(recipe.task, recipe.data.test)
     metric = metric if metric in metrics else LOSS
-    return SearchResult(outcome=outcome, metrics=metrics, metric=metric)
+    sentence = _sentence(recipe, outcome, f"test {metric} {metrics[metric]:.4f}")
+    tell(sentence)
+    return SearchResult(outcome=outcome, metrics=metrics, metric=metric, sentence=sentence)
+
+
+def _sentence(recipe: Recipe, outcome: SearchOutcome, metric: str) -> str:
+    """The result beside the uncompressed model, which plain training has left."""
+    num_bytes, plain = outcome.scheme.served_bytes(PACKED), 4 * outcome.scheme.dense_parameters
+    size = f"{plain / num_bytes:.2f} times smaller: {num_bytes:,} bytes instead of {plain:,}"
+    losses = [r.selection_loss for r in outcome.history if r.phase == PLAIN]
+    sign = -1 if direction_of(recipe.task, recipe.stop_on) else 1
+    new, old = sign * outcome.selection_loss, sign * min(losses)
+    loss = f"selection {recipe.stop_on} {new:.4f}, uncompressed {old:.4f}"
+    return f"Tables are {size}; {metric}; {loss}."
 
 
 def _from_its_epoch(data: DataSplits) -> DataSplits:
     """Streams of the search's own, which begin where those of the recipe stand."""
     return replace(data, **{name: copy.copy(getattr(data, name)) for name in SPLITS})
-
-
-def _log(recipe: Recipe, record: EpochRecord) -> None:
-    losses = losses_in_words(recipe, record.train_loss, record.selection_loss)
-    logger.info("epoch %d, %s: %s", record.epoch, record.phase, losses)

@@ -35,7 +35,7 @@ from dnis_torchrec.data.task import (
     metric_name,
     task_of,
 )
-from dnis_torchrec.ranks import world_size_of
+from dnis_torchrec.ranks import progress_bar, world_size_of
 from dnis_torchrec.selection.torchrec import read_by_name_
 from dnis_torchrec.training.pipeline import REMEDY, NonFiniteError
 
@@ -64,7 +64,8 @@ def evaluate(
     """Metrics of a model on a split, over all ranks."""
     read_by_name_(model, refuse_weights=None)
     task, metrics = task_of(task), None
-    for batch, _, value, outputs in predict(model, batches, device):
+    bar = progress_bar(batches, "evaluating", delay=1)
+    for batch, _, value, outputs in predict(model, bar, device):
         if metrics is None:
             metrics = SampleMetrics(task.kinds_of(batch), device, _PLACE)
         predictions = check_predictions(task, batch, outputs, _PLACE)

@@ -8,6 +8,7 @@ import io
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -131,6 +132,8 @@ def test_what_stands_there_is_never_overwritten_silently(command: str, artifact:
 def test_what_the_system_refuses_is_one_line(
     command: str, artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in ("run.json", "results.json"):  # which are looked for before the work
+        (tmp_path / name).touch()
     errors = [
         OSError(errno.ENOSPC, "No space left on device", "out/x"),
         RuntimeError("device.cc]\n-1. Too many open files"),
@@ -142,7 +145,6 @@ def test_what_the_system_refuses_is_one_line(
 
         module = "refresh" if command == "refresh" else "commands"
         monkeypatch.setattr(f"dnis_torchrec.cli.{module}.run_{command}", refuse)
-        monkeypatch.setattr("dnis_torchrec.cli.run.RunFolder.open", lambda _: None)
         done = dnis(*words(command, artifact, tmp_path))
         assert (done.returncode, done.stdout) == (1, "")
         assert done.stderr.startswith("error: ")
@@ -180,9 +182,18 @@ for line in json.load(sys.stdin):
 """
 
 
-def test_help_and_wrong_options_need_no_torch() -> None:
+def test_help_wrong_options_and_wrong_paths_need_no_torch() -> None:
     """The one process of its own here: `python -m dnis_torchrec` is the same program."""
     lines = {"--help": 0, "--version": 0, "search a:b --out a --compression 0.5": 2}
+    lines |= {"search a:b --out a --compression 8,20": 2, "search a.csv --label y --out a": 2}
+    lines |= {
+        "train a:b --refit none --out a": 2,
+        "report none": 2,
+        "evaluate none": 2,
+        "export none --out a": 2,
+        "export tests --out a": 2,
+        "compress a:b --from none --compression 8 --out a": 2,
+    }
     lines |= {f"{command} --help": 0 for command in COMMANDS} | {f"{command} --none": 2 for command in COMMANDS}
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", ANSWER]
@@ -191,6 +202,25 @@ def test_help_and_wrong_options_need_no_torch() -> None:
     )
     answers = dict(zip(lines, map(json.loads, done.stdout.splitlines()), strict=True))
     assert answers == {line: [code, []] for line, code in lines.items()}
+
+
+def test_a_list_where_one_number_is_wanted_is_named() -> None:
+    done = dnis("search", TINY, "--out", "none", "--compression", "8,20")
+    assert done.returncode == 2
+    assert "`dnis compress` takes several sizes" in " ".join(done.stderr.replace("│", " ").split())
+
+
+def test_help_begins_with_an_example_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dnis_torchrec.cli.commands.write_package", lambda *_, **__: None)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    for command in ("train", "compress", "search", "export", "evaluate", "package", "refresh", "report"):
+        done = dnis(command, "--help")
+        example = re.search(r"^ +(dnis [^\n]+(?:\n +\S[^\n]+)*)\n *\n", done.stdout, re.MULTILINE)
+        words = example[1].replace("examples.synthetic:demo", TINY).split()[1:]
+        assert words[0] == command
+        more = ("--epochs", "1") if command in ("train", "search") else ()
+        done = dnis(*words, *more, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
 
 
 def test_the_command_line_is_small() -> None:

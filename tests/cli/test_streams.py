@@ -227,7 +227,7 @@ def test_the_command_line_shows_the_pass(day: RunFolder, tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     assert "step 20: train loss" in done.stderr
     assert "window loss" in done.stderr
-    assert "uncompressed: window auc" in done.stdout
+    assert "The window auc of the uncompressed model is" in done.stdout
     done = dnis("report", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     chart = draw_charts(read_results(tmp_path / "run" / "results.json"))["history"]

@@ -431,6 +431,19 @@ class TestFiles:
         with pytest.raises(ValueError, match=rf"{name}: expected a column 'usr', got none; did you mean 'user'\?"):
             DataSplits.from_frame(str(path), label="clicked", ids=["usr"])
 
+    @pytest.mark.parametrize(
+        ("text", "remedy"),
+        [
+            ("user;clicked\n1;0\n", r"the file has ';' between its columns: write it with commas"),
+            ("user\tclicked\n1\t0\n", r"the file has '\\t' between its columns: write it with commas"),
+            ("17,shoe,0\n18,hat,1\n", "its first line is 17, shoe, 0: write the names of columns above it"),
+        ],
+    )
+    def test_another_separator_and_a_missing_header_are_named(self, tmp_path: Path, text: str, remedy: str) -> None:
+        (tmp_path / "data.csv").write_text(text)
+        with pytest.raises(ValueError, match=f"expected a column 'clicked', got none; {remedy}"):
+            DataSplits.from_frame(tmp_path / "data.csv", label="clicked", ids=["user"])
+
     @pytest.mark.parametrize("name", ["data.parquet", "folder/data.parquet", "data.csv", "data.csv.gz"])
     def test_a_damaged_file_is_named(self, tmp_path: Path, name: str) -> None:
         path = tmp_path / name
@@ -468,6 +481,11 @@ class TestRefusals:
             ({}, {"dense": ["item"]}, r"column 'item', row 0: expected a number, got 'item \d+'; map it to numbers"),
             ({}, {"dense": ["day"]}, r"column 'day', row 0: expected a number, got Timestamp"),
             ({"price": float("inf")}, {"dense": ["price"]}, r"column 'price', row 0: expected a number below 1e\+30"),
+            (
+                {"day": ["2024-12-31", "31.12.2024"] * 50},
+                {"time": "day"},
+                r"'day': expected numbers, dates .* ISO 8601 has them, got '31\.12\.2024'; write 2024-01-31",
+            ),
             ({}, {"time": "item"}, "time column 'item': expected numbers, dates or texts as ISO 8601 has them, got"),
             ({"day": [None, *range(99)]}, {"time": "day"}, "time column 'day': expected a time in every row, got 1"),
             ({"clicked": [0, 1, None, None] * 25}, {}, "label column 'clicked': .* got 50 missing"),

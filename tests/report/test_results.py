@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from dnis_torchrec.report.glossary import MEANINGS
 from dnis_torchrec.report.page import draw_charts, render_report, write_report
 from dnis_torchrec.report.rows import (
     COMPRESS,
@@ -31,6 +32,8 @@ from dnis_torchrec.report.rows import (
     terminal_table,
     write_results,
 )
+
+ROOT = Path(__file__).parents[2]
 
 
 def row(method: str, compression: float, auc: float, seed: int = 0, **more) -> ResultRow:
@@ -101,9 +104,59 @@ def test_the_frame_has_means_over_seeds_and_the_increase_within_each_seed() -> N
     assert frame["compression"].tolist() == [1.0, 7.0, 8.0, 40.0]
 
 
-def test_the_headline_is_about_the_smallest_size() -> None:
-    assert RESULTS.headline.startswith("40 times smaller: test auc 0.7900, \N{MINUS SIGN}0.0100 against 0.8000")
-    assert dataclasses.replace(RESULTS, rows=ROWS[:1]).headline == "uncompressed: test auc 0.8000."
+def without_links(page: str) -> str:
+    return re.sub(r"<a [^>]+>|</a>", "", page)
+
+
+def sizes(*selection_losses: float) -> Results:
+    """An uncompressed model of loss 0.5, and sizes 10, 20, ... with these losses; test says the opposite."""
+    losses = dict(enumerate((0.5, *selection_losses)))
+    rows = [
+        row(COMPRESS if n else UNCOMPRESSED, 10.0 * n or 1.0, 0.8 - n / 100, selection={"auc": 0.8, "loss": loss})
+        for n, loss in losses.items()
+    ]
+    return dataclasses.replace(RESULTS, rows=tuple(rows))
+
+
+@pytest.mark.parametrize(
+    ("results", "size", "words"),
+    [
+        (sizes(0.5, 0.5004, 0.51), 20, ("largest size", "10 times: 0.7900; 30 times: 0.7700")),
+        (sizes(0.49, 0.52, 0.5005), 30, ("largest size", "10 times: 0.7900; 20 times: 0.7800")),
+        (sizes(0.52, 0.51, 0.53), 20, ("At no size", "comes closest", "10 times: 0.7900; 30 times: 0.7700")),
+        (sizes(0.5001), 10, ("The selection loss rises by at most 0.001 of its value",)),
+    ],
+)
+def test_the_headline_is_about_the_largest_size_within_the_tolerance(results, size, words) -> None:
+    headline = results.headline
+    assert headline.startswith(f"Tables are {size} times smaller; test auc is ")
+    assert "against 0.8000 uncompressed (higher is better)" in headline
+    assert all(word in headline for word in words)
+    assert f'<div class="best"><dt>compress, compression {size}' in without_links(render_report(results))
+
+
+def test_a_trained_model_has_a_page_and_a_sentence() -> None:
+    trained = dataclasses.replace(RESULTS, rows=ROWS[:1])
+    assert trained.headline == "The test auc of the uncompressed model is 0.8000."
+    assert list(draw_charts(trained)) == ["history", "bits"]
+    assert "those of 1 seed" in without_links(render_report(trained))
+
+
+def test_every_word_of_a_page_leads_to_its_meaning_in_the_glossary() -> None:
+    page = render_report(RESULTS)
+    links, places = (set(re.findall(pattern, page)) for pattern in (r'href="#(word-[^"]+)"', r'id="(word-[^"]+)"'))
+    assert links == places
+    assert {"word-compression", "word-seed", "word-loss-increase", "word-plain-training"} <= links
+    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| ([^|]+?) \| (.+) \|$", text, re.MULTILINE))
+    assert {word: rows.get(word, "").replace("`", "") for word in MEANINGS} == MEANINGS
+
+
+def test_no_two_methods_have_one_colour() -> None:
+    others = [row(f"method {n}", 2.0 + n, 0.7) for n in range(8)]
+    figure = draw_charts(dataclasses.replace(RESULTS, rows=(*ROWS, *others)))["quality"]
+    colours = [trace.marker.color for trace in figure.data]
+    assert len(set(colours)) == len(colours) == 11
 
 
 def test_table_terminal_and_page_hold_the_same_numbers(tmp_path: Path) -> None:
@@ -113,6 +166,7 @@ def test_table_terminal_and_page_hold_the_same_numbers(tmp_path: Path) -> None:
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(terminal_table(RESULTS))
     terminal, page = console.export_text(), write_report(tmp_path / "report.html", RESULTS).read_text()
+    page = without_links(page)
     for cell in (cell for line in lines for cell in line):
         assert cell in terminal
         assert cell in page

@@ -518,7 +518,7 @@ def test_a_search_leaves_what_later_commands_take(run: RunFolder, tmp_path: Path
     assert run.scheme().compression() >= 4
     assert type(model.sparse_arch.embedding_bag_collection).__name__ == "PackedEmbeddingBagCollection"
     assert [record["step"] for record in results["history"]] == [*range(1, 61)]
-    assert "No gains" in " ".join(results["notes"])
+    assert "Gains are not fitted" in " ".join(results["notes"])
     assert run.counts().num_samples == 60 * 64 == sum(len(batch.labels) for batch in run.recent())
     run_train(TrainCommand(recipe="tests.tiny:next_day", out=tmp_path / "next", source=run.path, steps=5))
     checkpoint = RunFolder.open(tmp_path / "next").latest_checkpoint()
