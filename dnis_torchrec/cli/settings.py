@@ -81,7 +81,7 @@ DataOption = Annotated[
 OutOption = Annotated[
     Path, typer.Option(metavar="FOLDER", help="Folder to write, or its URL.", **WRITTEN)
 ]
-OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace what stands at --out.")]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace the folder at --out.")]
 FromOption = Annotated[
     Path | None,
     typer.Option(
