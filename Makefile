@@ -95,7 +95,7 @@ fuzz: $(STAMP)
 
 dist: $(STAMP)
 	@rm -rf dist
-	@$(BIN)/python -m hatchling -q build --directory dist
+	@$(BIN)/python -m hatchling build --directory dist >/dev/null
 	@DNIS_DIST=dist OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --quiet tests/test_distribution.py
 	@ls dist
 

@@ -33,7 +33,8 @@ def sentences(markdown: str) -> list[str]:
     prose = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", prose)
     paragraphs = re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", prose)
     joined = (re.sub(r"^(?:[-*]|\d+\.) ", "", " ".join(part.split())) for part in paragraphs)
-    return [sentence for part in joined for sentence in _END.split(part) if re.search(r"\w", sentence)]
+    found = (sentence for part in joined for sentence in _END.split(part))
+    return [sentence for sentence in found if re.search(r"[^\W\d]{2}", re.sub(r"`[^`]*`", "", sentence))]
 
 
 def help_texts() -> str:
@@ -59,7 +60,7 @@ def all_sentences() -> list[tuple[str, str]]:
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     texts = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in pages}
     texts |= {"dnis --help": help_texts(), "report": report_texts()}
-    return [(place, sentence) for place, text in texts.items() for sentence in sentences(text)]
+    return [*dict.fromkeys((place, sentence) for place, text in texts.items() for sentence in sentences(text))]
 
 
 def faults(sentence: str) -> list[str]:
