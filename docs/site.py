@@ -127,7 +127,8 @@ def on_files(files: Any, *, config: Any) -> Any:
         if file.suffix in (".md", ".png"):
             files.append(File.generated(config, f"{MEASURED}/{file.name}", abs_src_path=str(file)))
     for script in sorted((ROOT / "docs" / "notebooks").glob("*.py")):
-        page = notebook_page(script.read_text(encoding="utf-8"))
+        link = f'<a href="../{script.stem}.ipynb">This page as a notebook with its outputs</a>\n\n'
+        page = notebook_page(script.read_text(encoding="utf-8")) + "\n\n" + link
         files.append(File.generated(config, f"notebooks/{script.stem}.md", content=page))
     return files
 
