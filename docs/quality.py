@@ -30,10 +30,6 @@ Points = list[tuple[float, float]]
 def table_under(page: str, heading: str) -> list[dict[str, str]]:
     """Rows of the first table after a line of a page, by the names of its columns.
 
-    Args:
-        page: Markdown.
-        heading: how the line begins.
-
     Example:
         >>> table_under("# A\\n\\n| x | y |\\n|---|---|\\n| 1 | 2 |\\n", "# A")
         [{'x': '1', 'y': '2'}]
@@ -51,14 +47,7 @@ def table_under(page: str, heading: str) -> list[dict[str, str]]:
 
 
 def measured(page: str, heading: str, model: str, method: str) -> Points:
-    """What a row of a table says of every compression; a column is named by its own, if it is not that of the model.
-
-    Args:
-        page: Markdown.
-        heading: how the line before the table begins.
-        model: how its first column begins; rows below that have an empty one belong to it.
-        method: as its second column says.
-    """
+    """What a row of a table says of every compression; a column is named by its own, if it is not that of the model."""
     name = ""
     for row in table_under(page, heading):
         first, second, *rest = row.items()
@@ -88,11 +77,7 @@ def _dress(axis: Axes, title: str, metric: str) -> None:
 
 
 def draw(path: Path) -> None:
-    """Draws both models side by side.
-
-    Args:
-        path: of the picture.
-    """
+    """Draws both models side by side."""
     rivals, compressed = RIVALS.read_text(encoding="utf-8"), COMPRESSED.read_text(encoding="utf-8")
     figure, axes = pyplot.subplots(1, 2, figsize=(9.6, 4.2))
     for axis, model in zip(axes, ("MF on ratings", "FM on clicks"), strict=True):
