@@ -33,7 +33,7 @@ help:
 	@echo 'make demo    search, export, reload, evaluate and report on generated data; writes $(DEMO_OUT)/'
 	@echo 'make test    all tests; those on real data read DNIS_DATA (default ../shared/data) or are skipped'
 	@echo 'make check   lint, format, types, doc examples, documentation site'
-	@echo 'make docs    the documentation site in $(SITE)/, strictly: no page without a place, no link without a target'
+	@echo 'make docs    the documentation site in $(SITE)/, strictly: no page without a place, no link without a target; runs the notebooks'
 	@echo 'make fuzz    hostile arguments for all compiled operators, under the sanitizers; skipped where the compiler has none'
 	@echo 'make dist    wheel and sdist in dist/, tried in a clean environment; downloads nothing'
 	@echo 'make clean   remove caches, $(SITE)/ and $(DEMO_OUT)/ ($(VENV) stays)'
@@ -87,15 +87,16 @@ $(DOCS)/.stamp: requirements/docs.txt
 	@$(DOCS)/bin/python -m pip -qq --disable-pip-version-check install -r requirements/docs.txt
 	@touch $@
 
-docs: $(DOCS)/.stamp
+docs: $(DOCS)/.stamp $(STAMP)
 	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --site-dir $(SITE)
+	@$(BIN)/python -W ignore -m docs.execute --out $(SITE)/notebooks
 
 fuzz: $(STAMP)
 	@OMP_WAIT_POLICY=passive $(BIN)/python -W ignore -m tests.fuzz_operators
 
 dist: $(STAMP)
 	@rm -rf dist
-	@$(BIN)/python -m hatchling -q build --directory dist
+	@$(BIN)/python -m hatchling build --directory dist >/dev/null
 	@DNIS_DIST=dist OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --quiet tests/test_distribution.py
 	@ls dist
 

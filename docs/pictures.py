@@ -85,11 +85,6 @@ def curvature() -> Figure:
 def spent_bits(worth: np.ndarray, rows: np.ndarray, budget: float) -> np.ndarray:
     """Bits of every column of every block: from 0 up, the step that saves most loss for its bytes comes first.
 
-    Args:
-        worth: (S, D), H / 2 of every column.
-        rows: (S,), of every block.
-        budget: bytes for all codes.
-
     Returns:
         (S, D) integers from 0 to 8.
     """
@@ -225,11 +220,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
 
 
 def draw(folder: Path) -> None:
-    """Draws all pictures, as SVG that is the same whenever it is drawn.
-
-    Args:
-        folder: that they are put into.
-    """
+    """Draws all pictures, as SVG that is the same whenever it is drawn."""
     with matplotlib.rc_context({"svg.hashsalt": "dnis", "svg.fonttype": "none", "font.family": "sans-serif"}):
         for name, picture in PICTURES.items():
             figure = picture()

@@ -16,8 +16,6 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from dnis_torchrec.report.page import COMPRESSION
-
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 RIVALS = BENCHMARKS / "rate_distortion_2cpu_2026-11-27.md"
 COMPRESSED = BENCHMARKS / "compress_2cpu_2026-11-28.md"
@@ -31,10 +29,6 @@ Points = list[tuple[float, float]]
 
 def table_under(page: str, heading: str) -> list[dict[str, str]]:
     """Rows of the first table after a line of a page, by the names of its columns.
-
-    Args:
-        page: Markdown.
-        heading: how the line begins.
 
     Example:
         >>> table_under("# A\\n\\n| x | y |\\n|---|---|\\n| 1 | 2 |\\n", "# A")
@@ -53,14 +47,7 @@ def table_under(page: str, heading: str) -> list[dict[str, str]]:
 
 
 def measured(page: str, heading: str, model: str, method: str) -> Points:
-    """What a row of a table says of every compression; a column is named by its own, if it is not that of the model.
-
-    Args:
-        page: Markdown.
-        heading: how the line before the table begins.
-        model: how its first column begins; rows below that have an empty one belong to it.
-        method: as its second column says.
-    """
+    """What a row of a table says of every compression; a column is named by its own, if it is not that of the model."""
     name = ""
     for row in table_under(page, heading):
         first, second, *rest = row.items()
@@ -82,34 +69,38 @@ def _dress(axis: Axes, title: str, metric: str) -> None:
     axis.xaxis.set_minor_locator(NullLocator())
     axis.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:g}x"))
     axis.tick_params(labelsize=9)
-    axis.set_xlabel(COMPRESSION)
+    axis.set_xlabel("times smaller tables (log scale)")
     axis.set_ylabel(metric)
     axis.set_title(title, loc="left", fontsize=11)
     axis.grid(color="#e5e7eb", linewidth=0.8)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, fontsize=9, loc="best")
 
 
 def draw(path: Path) -> None:
-    """Draws both models side by side.
-
-    Args:
-        path: of the picture.
-    """
+    """Draws both models side by side."""
     rivals, compressed = RIVALS.read_text(encoding="utf-8"), COMPRESSED.read_text(encoding="utf-8")
-    figure, axes = pyplot.subplots(1, 2, figsize=(9.6, 3.9))
+    figure, axes = pyplot.subplots(1, 2, figsize=(9.6, 4.2))
     for axis, model in zip(axes, ("MF on ratings", "FM on clicks"), strict=True):
         same, smaller = "## From the same trained model", "## A smaller D"
-        _line(axis, measured(compressed, "Means of seeds", model, "learnt"), "compress", COMPRESS)
-        _line(axis, measured(rivals, same, model, "int8, int4 rows"), "int8 rows, int4 rows", ROWS, "--s")
-        _line(axis, measured(rivals, smaller, model, "smaller D"), "smaller D, best precision, seed 0", UNIFORM, "-^")
-        _line(axis, measured(rivals, same, model, "cut axes"), "first principal axes", CUT, ":v")
+        _line(axis, measured(compressed, "Means of seeds", model, "learnt"), "dnis compress", COMPRESS)
+        _line(axis, measured(rivals, same, model, "int8, int4 rows"), "TorchRec's int8 and int4 rows", ROWS, "--s")
+        _line(
+            axis,
+            measured(rivals, smaller, model, "smaller D"),
+            "smaller embedding_dim, trained anew, one seed",
+            UNIFORM,
+            "-^",
+        )
+        _line(axis, measured(rivals, same, model, "cut axes"), "first principal axes only", CUT, ":v")
     left, right = axes
     left.set_ylim(0.708, 0.745)
-    _dress(left, "MF on ratings", "test MSE (low is better)")
+    _dress(left, "Ratings of MovieLens-1M, matrix factorization", "error (MSE) on test, low is better")
     right.set_ylim(0.8065, 0.8215)
-    _dress(right, "FM on clicks", "test AUC (high is better)")
-    figure.tight_layout()
+    _dress(right, "Clicks of MovieLens-1M, factorization machine", "AUC on test, high is better")
+    figure.suptitle("Quality of two models as their embedding tables get smaller, mean of three seeds", fontsize=12)
+    lines, labels = left.get_legend_handles_labels()
+    figure.legend(lines, labels, frameon=False, fontsize=9, loc="lower center", ncols=4)
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
 

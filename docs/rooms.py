@@ -53,9 +53,6 @@ def imports_between_rooms() -> dict[str, set[str]]:
 def floors(imports: Mapping[str, set[str]]) -> dict[str, int]:
     """Room -> the longest way down to it from a room that imports none.
 
-    Args:
-        imports: from `imports_between_rooms`; without a circle.
-
     Example:
         >>> floors({"a": set(), "b": {"a"}, "c": {"a", "b"}})
         {'a': 0, 'b': 1, 'c': 2}
@@ -72,9 +69,6 @@ def floors(imports: Mapping[str, set[str]]) -> dict[str, int]:
 
 def needed_arrows(imports: Mapping[str, set[str]]) -> list[tuple[str, str]]:
     """(room, room that it imports from), without arrows that follow from others.
-
-    Args:
-        imports: from `imports_between_rooms`.
 
     Example:
         >>> needed_arrows({"a": set(), "b": {"a"}, "c": {"a", "b"}})
@@ -93,11 +87,7 @@ def needed_arrows(imports: Mapping[str, set[str]]) -> list[tuple[str, str]]:
 
 
 def draw(path: Path) -> None:
-    """Draws the rooms, a row for each floor.
-
-    Args:
-        path: of the picture.
-    """
+    """Draws the rooms, a row for each floor."""
     imports = imports_between_rooms()
     floor_of = floors(imports)
     rows: list[list[str]] = [[] for _ in range(max(floor_of.values()) + 1)]

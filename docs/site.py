@@ -60,9 +60,6 @@ def reference() -> str:
 def cells(script: str) -> Iterator[tuple[str, str]]:
     """Kind and text of every cell of a script in percent format: ``"code"``, or ``"markdown"`` without comment signs.
 
-    Args:
-        script: Python source, cells of which begin with a line ``# %%`` or ``# %% [markdown]``.
-
     Example:
         >>> list(cells("# %% [markdown]\\n# # Title\\n# %%\\nx = 1\\n"))
         [('markdown', '# Title'), ('code', 'x = 1')]
@@ -76,11 +73,7 @@ def cells(script: str) -> Iterator[tuple[str, str]]:
 
 
 def notebook_page(script: str) -> str:
-    """Markdown of a notebook.
-
-    Args:
-        script: see `cells`.
-    """
+    """Markdown of a notebook."""
     return "\n\n".join(
         text if kind == "markdown" else f"```python\n{text}\n```" for kind, text in cells(script) if text
     )
@@ -88,10 +81,6 @@ def notebook_page(script: str) -> str:
 
 def inside_the_site(page: str, markdown: str) -> str:
     """Links of a page with those out of docs/ replaced by where the site has their target.
-
-    Args:
-        page: path of the page in the site.
-        markdown: its text.
 
     Example:
         >>> inside_the_site("how-to/x.md", "[y](../../benchmarks/y.md), [z](../../README.md#z)")
@@ -127,7 +116,8 @@ def on_files(files: Any, *, config: Any) -> Any:
         if file.suffix in (".md", ".png"):
             files.append(File.generated(config, f"{MEASURED}/{file.name}", abs_src_path=str(file)))
     for script in sorted((ROOT / "docs" / "notebooks").glob("*.py")):
-        page = notebook_page(script.read_text(encoding="utf-8"))
+        link = f'<a href="../{script.stem}.ipynb">This page as a notebook with its outputs</a>\n\n'
+        page = notebook_page(script.read_text(encoding="utf-8")) + "\n\n" + link
         files.append(File.generated(config, f"notebooks/{script.stem}.md", content=page))
     return files
 

@@ -7,10 +7,10 @@
 # ---
 
 # %% [markdown]
-# # Your own data frame
+# # Your own table
 #
-# A frame has a row for each sample: a label, numbers, ids, and lists of ids. From it come the splits, a model, and
-# tables that are eight times smaller. It takes seconds on one core.
+# A pandas frame has a row for each sample: a label, numbers, ids, and lists of ids. We make a model from it whose
+# tables are eight times smaller, and predict from raw rows. It takes seconds on one core.
 
 # %%
 import logging
@@ -47,7 +47,7 @@ frame.head()
 # %% [markdown]
 # ## Which column is what
 #
-# `time` splits by time, so that the model is judged on what came after its training. Without it the split is random.
+# `time` splits by time, so the test samples are later than the training samples. Without it the split is random.
 
 # %%
 recipe = dnis.recipe_from_frame(
@@ -64,8 +64,8 @@ recipe = dnis.recipe_from_frame(
 # %% [markdown]
 # ## Train, and make the tables smaller
 #
-# A search trains the model until the loss on the selection split no longer falls. Then it drops columns and spends bits
-# where the loss says that they count. It returns the trained model, compressed, where that is as good.
+# A search trains the model until the selection loss stops improving. Then it drops columns and assigns bits. If that is
+# no better than compressing the trained model, it returns the compressed model.
 
 # %%
 found = dnis.search(recipe, compression=8)
@@ -74,10 +74,11 @@ print(found)
 # %% [markdown]
 # ## An artifact to serve
 #
-# The folder holds tables, weights, a model card, and what turns raw ids and numbers into what the model reads. So any
-# process predicts from raw rows. [Serve the artifact](serve.md) shows the other side.
+# The folder holds tables, weights, a model card, and the mapping of raw ids and numbers. So any process predicts from
+# raw rows, with tables eight times smaller.
 
 # %%
 folder = Path(tempfile.mkdtemp()) / "artifact"
 print(dnis.export(found.model, found.scheme, folder, encoder=recipe.data.encoder))
+print(f"{found.compression:.1f} times smaller")
 dnis.load_predictor(folder)(frame.tail())
