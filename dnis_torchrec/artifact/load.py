@@ -173,9 +173,11 @@ class ArtifactFolder:
     def __init__(self, path: Path | str) -> None:
         self._stamp = _stamp_of(path)
         self.path, self.manifest = path, read_manifest(path)
-        derived = self.manifest.get("directories", ())  # from the scheme: they add nothing to it
+        directories = self.manifest.get(
+            "directories", ()
+        )  # from the scheme: they add nothing to it
         files = self.manifest["files"].items()
-        hashes = {name: entry["sha256"] for name, entry in files if name not in derived}
+        hashes = {name: entry["sha256"] for name, entry in files if name not in directories}
         self.content_id, self.sequence = content_id(hashes), self.manifest.get("sequence", 0)
 
     def check_unchanged(self) -> None:
