@@ -20,12 +20,15 @@ rows. Run it with OMP_NUM_THREADS=1.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 import torch
@@ -38,8 +41,11 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+import dnis_torchrec as dnis
+from benchmarks.deltas import state_of
 from benchmarks.files import output_file
 from dnis_torchrec.allocation.compress import compress
+from dnis_torchrec.artifact.delta import write_state
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.checks import versions
 from dnis_torchrec.data.files import write_json
@@ -229,13 +235,60 @@ def rows_of(case: Case) -> Iterator[dict[str, Any]]:
             yield row
 
 
+def _load_and_wait(path: str, num_rows: int, barrier: Any, results: Any) -> None:
+    """Loads an artifact, looks rows of all its pages up, and puts seconds and how much its share of memory grew."""
+    torch.set_num_threads(1)
+    load_operator()
+    pages = torch.arange(0, num_rows, 256)
+    first = KeyedJaggedTensor(["f"], pages[:1], lengths=torch.ones(1, dtype=torch.int64))
+    assert dnis.load  # the face imports at the first use, which is no part of a load
+
+    def share() -> int:
+        barrier.wait()
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+        size = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+        barrier.wait()
+        return size
+
+    before, begin = share(), time.perf_counter()
+    module = dnis.load(path)
+    module(first).values()
+    seconds = time.perf_counter() - begin
+    for ids in pages.split(1 << 12):
+        module(KeyedJaggedTensor(["f"], ids, lengths=torch.ones_like(ids))).values()
+    results.put((seconds, share() - before))
+
+
+def print_cold(num_rows: int) -> None:
+    """Prints how long load and first lookup take, and what one process and eight take in memory."""
+    context = multiprocessing.get_context("spawn")
+    with TemporaryDirectory() as folder:
+        path = f"{folder}/artifact"
+        write_state(state_of(num_rows), Path(path))
+        for size in (1, 8):
+            barrier, results = context.Barrier(size), context.Queue()
+            workers = [
+                context.Process(target=_load_and_wait, args=(path, num_rows, barrier, results)) for _ in range(size)
+            ]
+            for worker in workers:
+                worker.start()
+            seconds, growth = zip(*(results.get(timeout=300) for _ in workers), strict=True)
+            print(f"{size} processes: load and first lookup {max(seconds):.3f} s, memory {sum(growth) / 1e6:,.0f} MB")
+            for worker in workers:
+                worker.join()
+
+
 def main(argv: list[str] | None = None) -> None:
     """Measures, prints a table, writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tenth of the rows")
     parser.add_argument("--json", type=output_file, help="file to write")
+    parser.add_argument("--cold", type=int, metavar="ROWS", help="load a table of so many rows, and nothing else")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
+    if arguments.cold:
+        print_cold(arguments.cold)
+        return
     most = MOST_ROWS // 10 if arguments.quick else MOST_ROWS
     many = [min(rows, most) for rows in CRITEO_ROWS]
     load_operator()

@@ -7,6 +7,7 @@ import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
 from dnis_torchrec.artifact.manifest import MANIFEST, content_id, read_artifact_file, read_manifest
 from dnis_torchrec.blocks.codes import decode_rows, row_strides, unpack_fields
+from dnis_torchrec.blocks.routing import RowDirectory
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.ops.packed import values_in_codes
 from dnis_torchrec.scheme import (
@@ -87,14 +89,15 @@ def load(
     form = form or (PACKED if PACKED in folder.manifest["forms"] else MIXED_DIMENSION)
     scheme = folder.collection(collection)
     shards = {name: folder.shards(table, form, verify) for name, table in scheme.tables.items()}
+    data = folder.tensors("directories", verify) if form == PACKED else {}
     if is_unpooled(scheme):
         tables = {
-            name: _build(form, table_of_single_ids(table), shards, device, unknown_ids)
+            name: _build(form, table_of_single_ids(table), shards, device, unknown_ids, data)
             for name, table in scheme.tables.items()
         }
         module: Any = ServedEmbeddingCollection(scheme, tables)
     else:
-        module = _build(form, scheme, shards, device, unknown_ids)
+        module = _build(form, scheme, shards, device, unknown_ids, data)
         module.encoder = folder.manifest.get("encoder", "")
     module.content_id, module.sequence = folder.content_id, folder.sequence
     folder.check_unchanged()
@@ -138,12 +141,16 @@ def _build(
     shards: Mapping[str, Sequence[Shard]],
     device: torch.device | str,
     unknown_ids: str,
+    directories: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> EmbeddingBagCollectionInterface:
     """A serving module of one collection from its tables' shards, in order of rows."""
     way = "zero" if unknown_ids == MEAN else unknown_ids
     if form == PACKED:
         scheme = scheme.with_float_codes()
-        tables = {name: packed_table(table, shards[name]) for name, table in scheme.tables.items()}
+        tables = {
+            name: packed_table(table, shards[name], directories.get(name))
+            for name, table in scheme.tables.items()
+        }
         module: Any = PackedEmbeddingBagCollection(scheme, tables, unknown_ids=way)
     else:
         module = MixedDimensionEmbeddingBagCollection(scheme, device="meta", unknown_ids=way)
@@ -166,7 +173,11 @@ class ArtifactFolder:
     def __init__(self, path: Path | str) -> None:
         self._stamp = _stamp_of(path)
         self.path, self.manifest = path, read_manifest(path)
-        hashes = {name: entry["sha256"] for name, entry in self.manifest["files"].items()}
+        directories = self.manifest.get(
+            "directories", ()
+        )  # from the scheme: they add nothing to it
+        files = self.manifest["files"].items()
+        hashes = {name: entry["sha256"] for name, entry in files if name not in directories}
         self.content_id, self.sequence = content_id(hashes), self.manifest.get("sequence", 0)
 
     def check_unchanged(self) -> None:
@@ -174,11 +185,11 @@ class ArtifactFolder:
         place, is_same = f"artifact {str(self.path)!r}", _stamp_of(self.path) == self._stamp
         check(is_same, place, "one version while it is read", "two", "load it again")
 
-    def tensors(self, field: str) -> dict[str, Tensor]:
-        """The tensors of all files that a field names, hashes compared: they are small."""
+    def tensors(self, field: str, verify: bool = True) -> dict[str, Tensor]:
+        """The tensors of all files that a field names."""
         tensors: dict[str, Tensor] = {}
-        for name in self.manifest[field]:
-            tensors |= read_artifact_file(self.path, self.manifest, name, verify=True)
+        for name in self.manifest.get(field, ()):
+            tensors |= read_artifact_file(self.path, self.manifest, name, verify=verify)
         return tensors
 
     def scheme(self) -> MixedDimensionScheme:
@@ -202,8 +213,7 @@ class ArtifactFolder:
         tensors = self.tensors("scheme")
         try:
             scheme = MixedDimensionScheme.from_parts(facts, tensors)
-            is_new = "refresh" in self.manifest  # earlier releases wrote none
-            return scheme.with_refresh(self.tensors("refresh")) if is_new else scheme
+            return scheme.with_refresh(self.tensors("refresh"))
         except ValueError as error:
             name = next(iter(self.manifest["scheme"]), MANIFEST)
             place = f"artifact {str(self.path)!r}, file {name!r}"
@@ -304,10 +314,20 @@ def row_counts_of(table: TableScheme, first: int, last: int) -> Tensor:
     return table.routing.between(first, last).row_counts()
 
 
-def packed_table(table: TableScheme, shards: Sequence[Shard]) -> PackedTable:
-    """A table as it is looked up."""
-    rows = bit_fields_of(table, shards)
-    return PackedTable.from_rows(table, rows, table.codes.scale, table.codes.shift)
+def packed_table(
+    table: TableScheme, shards: Sequence[Shard], data: Tensor | None = None
+) -> PackedTable:
+    """A table as it is looked up, with the directory that its artifact holds or a new one."""
+    rows, directory = bit_fields_of(table, shards), None
+    if data is not None:
+        # others are boundaries, which no map has; lookups check what the bytes say, row by row
+        is_fit = data.dtype in (torch.uint8, torch.int32) and data.dim() == 1
+        place, requirement = f"{shards[0].place}, directory", "uint8 or int32 in one dimension"
+        is_fit = is_fit and table.routing.boundaries is None
+        check(is_fit, place, requirement, f"{data.dtype} {tuple(data.shape)}", "export again")
+        is_stored = (table.column_bits() > 0).any(dim=1)
+        directory = RowDirectory.of(table.routing, is_stored, data)
+    return PackedTable.from_rows(table, rows, table.codes.scale, table.codes.shift, directory)
 
 
 def bit_fields_of(table: TableScheme, shards: Sequence[Shard]) -> Tensor:

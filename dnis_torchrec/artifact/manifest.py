@@ -22,7 +22,7 @@ from dnis_torchrec.data.files import FolderKind, NotNegative, Positive, conform,
 from dnis_torchrec.scheme import FORMS_OF_0_1, DescribedTable, is_gone
 
 _FORMAT = "dnis-torchrec-artifact"
-_FORMAT_VERSION = "1.3"
+_FORMAT_VERSION = "1.4"
 """Readers accept every minor version of their major one."""
 MANIFEST = "manifest.json"
 CARD = "MODEL_CARD.md"
@@ -87,6 +87,7 @@ class _Manifest(TypedDict):
     scheme: list[str]
     dense_state: list[str]
     refresh: NotRequired[list[str]]
+    directories: NotRequired[list[str]]
     encoder: NotRequired[str]
     sequence: NotRequired[NotNegative]
     run: RunOfArtifact

@@ -125,6 +125,7 @@ def _hash(artifact: Path, name: str, entry: dict[str, Any]) -> list[Finding]:
 def _strangers(artifact: Path, manifest: dict[str, Any]) -> list[Finding]:
     """A finding per file that the manifest does not list, or that nothing in it refers to."""
     uses = {*manifest["scheme"], *manifest["dense_state"], *manifest.get("refresh", ())}
+    uses |= set(manifest.get("directories", ()))
     uses.add(manifest.get("encoder"))
     for table in manifest["tables"].values():
         uses |= {shard["file"] for shards in table["shards"].values() for shard in shards}

@@ -37,6 +37,7 @@ from dnis_torchrec.artifact.manifest import (
     write_manifest,
 )
 from dnis_torchrec.blocks.codes import row_strides
+from dnis_torchrec.blocks.routing import RowDirectory
 from dnis_torchrec.checks import check, check_known, describe, versions, visible
 from dnis_torchrec.data.files import FolderKind, conform, new_folder
 from dnis_torchrec.ranks import Ranks
@@ -472,16 +473,21 @@ def _write_rest(
     of_scheme = write_group(folder, "scheme", scheme.to_tensors(), max_file_bytes)
     dense = write_group(folder, "dense_state", dense_state, max_file_bytes)
     refresh = write_group(folder, "refresh", scheme.to_refresh(), max_file_bytes)
+    of_rows = _directories(scheme, max_file_bytes) if PACKED in fields["forms"] else {}
+    directories = write_group(folder, "directories", of_rows, max_file_bytes)
+    if directories:
+        fields["bytes_on_disk"][PACKED] += sum(entry["bytes"] for entry in directories.values())
     manifest: dict[str, Any] = {
         "versions": versions(),
         **fields,
         "scheme": list(of_scheme),
         "dense_state": list(dense),
         "refresh": list(refresh),
+        "directories": list(directories),
         "parameters": scheme.parameters,
         "bytes": scheme.exact_bytes(),
         "run": run,
-        "files": of_scheme | dense | refresh | fields["files"],
+        "files": of_scheme | dense | refresh | directories | fields["files"],
     }
     if encoder:
         size, requirement = len(encoder), f"at most {max_file_bytes} bytes"
@@ -492,6 +498,20 @@ def _write_rest(
     card = card_of(scheme, manifest)
     (folder / CARD).write_text(card, encoding="utf-8", newline="\n")
     write_manifest(folder, manifest)
+
+
+def _directories(scheme: MixedDimensionScheme, max_file_bytes: int) -> dict[str, Tensor]:
+    """Where the rows of every table with a map lie, as lookups read it: a load need not build
+    it."""
+    directories: dict[str, Tensor] = {}
+    for name, table in scheme.tables.items():
+        if table.routing.boundaries is None:
+            is_stored = (table.column_bits() > 0).any(dim=1)
+            directory = RowDirectory.of(table.routing, is_stored).directory
+            # one that no file can hold is built at each load
+            if directory.numel() and file_bytes({name: directory}) <= max_file_bytes:
+                directories[name] = directory
+    return directories
 
 
 def as_json(run: Mapping[str, Any]) -> Any:

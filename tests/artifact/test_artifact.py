@@ -159,7 +159,7 @@ def test_dense_states(tmp_path: Path) -> None:
 def test_the_manifest_says_what_there_is(tmp_path: Path) -> None:
     path, (_, scheme) = write_two_tables(tmp_path / "a"), two_tables()
     manifest = read_manifest(path)
-    assert (manifest["format"], manifest["format_version"]) == ("dnis-torchrec-artifact", "1.3")
+    assert (manifest["format"], manifest["format_version"]) == ("dnis-torchrec-artifact", "1.4")
     assert manifest["parameters"] == scheme.parameters
     assert {"dnis-torchrec", "torch", "torchrec", "python"} < manifest["versions"].keys()
     movie = manifest["tables"]["movie/seen"]
@@ -172,7 +172,8 @@ def test_the_manifest_says_what_there_is(tmp_path: Path) -> None:
     for name, entry in manifest["files"].items():
         content = (path / name).read_bytes()
         assert (entry["bytes"], entry["sha256"]) == (len(content), hashlib.sha256(content).hexdigest())
-    sizes = [(path / name).stat().st_size for name in on_disk if name.startswith("packed/")]
+    of_packed = [name for name in on_disk if name.startswith(("packed/", "directories"))]
+    sizes = [(path / name).stat().st_size for name in of_packed]
     assert manifest["bytes_on_disk"]["packed"] == sum(sizes)
 
 

@@ -28,6 +28,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torchrec.models.dlrm import DLRM
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from typer.testing import CliRunner
 
 import dnis_torchrec as dnis
@@ -46,11 +47,12 @@ from dnis_torchrec.artifact.verify import (
     verify,
 )
 from dnis_torchrec.artifact.write import write_artifact
+from dnis_torchrec.blocks.routing import RowRouting, SparseLayout
 from dnis_torchrec.cli import app
 from dnis_torchrec.cli.commands import served_metrics
 from dnis_torchrec.data.urls import fetch
 from dnis_torchrec.ranks import Ranks
-from dnis_torchrec.scheme import FORMS, MIXED_DIMENSION, MixedDimensionScheme
+from dnis_torchrec.scheme import FORMS, MIXED_DIMENSION, PACKED, MixedDimensionScheme
 from dnis_torchrec.serving import sequences
 from tests import tiny
 from tests.models import interest, make_batch
@@ -656,6 +658,93 @@ def test_many_rows_of_which_nothing_is_stored_are_read_at_once(coded: Path) -> N
     with bounded():
         assert load(coded)(all_rows()).values().isfinite().all()
         assert exact_rows(coded)["user"](num_rows - 1, num_rows).eq(0).all()
+
+
+DIRECTORIES = "directories.safetensors"
+EVERY_ROW = KeyedJaggedTensor(["user"], torch.arange(2000), lengths=torch.ones(2000, dtype=torch.int64))
+
+
+def head_is_of_the_same_size(data: Tensor) -> Tensor:
+    """A directory that says fewer stored rows than none, and so many more groups that its size fits."""
+    if data.dtype == torch.uint8:
+        return data[:-1]
+    heads = ((rows, groups) for rows in range(-128, -2000, -128) for groups in range(0, 4000, 8))
+    data[:2] = torch.tensor(next(h for h in heads if SparseLayout(2000, *h, 2).num_bytes == data.nbytes))
+    return data
+
+
+def write_mapped(path: Path, kind: str) -> tuple[Path, Tensor]:
+    """An artifact of one table with a map, whose directory is of a kind, and all its rows as lookups give them."""
+    torch.manual_seed(2)
+    bits = torch.tensor([[4], [2], [8 if kind == "ranks" else 0]], dtype=torch.uint8).expand(3, 5).contiguous()
+    blocks = (torch.rand(2000) * (1 if kind == "ranks" else 20)).mul(3).long().clamp(max=2)
+    _, scheme = coded_tables()
+    area = int((torch.bincount(blocks, minlength=3) * (bits > 0).sum(1)).sum())
+    codes = {"bits": bits, "retained": bits > 0, "scale": torch.ones(3, 5), "shift": torch.zeros(3, 5).short()}
+    routing = RowRouting.from_map(blocks, 3)
+    user = replace(scheme.tables["user"], num_embeddings=2000, routing=routing, num_retained=area, **codes)
+    tables = {"user": torch.randn(2000, 5)}
+    write_artifact(tables, MixedDimensionScheme({"user": user}), path, forms=[PACKED])
+    return path, load(path)(EVERY_ROW).values()
+
+
+@pytest.mark.parametrize("kind", ["ranks", "sparse"])
+def test_a_flipped_bit_of_a_directory_never_leaves_the_table(tmp_path: Path, kind: str) -> None:
+    path, expected = write_mapped(tmp_path / "a", kind)
+    file, entry = path / DIRECTORIES, read_manifest(path)["files"][DIRECTORIES]
+    content, first = file.read_bytes(), entry["tensors"]["user"]["offset"]
+    assert entry["tensors"]["user"]["dtype"] == {"ranks": "uint8", "sparse": "int32"}[kind]
+    refusals = 0
+    for position in range(first, len(content), 7):
+        for bit in (position % 8, 7):
+            flip(file, position, bit)
+            with pytest.raises(ValueError, match=DIRECTORIES):
+                load(path, verify=True)
+            try:
+                assert load(path)(EVERY_ROW).values().shape == expected.shape
+            except ValueError:
+                refusals += 1
+            file.write_bytes(content)
+    assert refusals
+    assert load(path)(EVERY_ROW).values().equal(expected)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(lambda data: data[:-1], lambda data: data[None], lambda data: data[:0]),
+        *(lambda data: data.view(torch.uint8).long(), Tensor.float),
+        lambda data: torch.full((2,), -1, dtype=torch.int32),
+        lambda data: head_is_of_the_same_size(data.clone()),
+    ],
+)
+@pytest.mark.parametrize("kind", ["ranks", "sparse"])
+def test_directories_that_do_not_fit_are_refused(tmp_path: Path, kind: str, change: Callable[[Tensor], Tensor]) -> None:
+    path, _ = write_mapped(tmp_path / "a", kind)
+    forge(path, DIRECTORIES, lambda tensors: tensors.update(user=change(tensors["user"])))
+    with pytest.raises(ValueError, match="irectory"):
+        load(path)
+
+
+def test_an_artifact_without_directories_is_read(tmp_path: Path) -> None:
+    path, expected = write_mapped(tmp_path / "a", "ranks")
+    content_id = load(path).content_id
+
+    def change(manifest: dict) -> None:
+        del manifest["directories"], manifest["files"][DIRECTORIES]
+        manifest["format_version"] = "1.3"
+
+    restate(path, change)
+    (path / DIRECTORIES).unlink()
+    assert load(path)(EVERY_ROW).values().equal(expected)
+    assert load(path).content_id == content_id  # so that deltas of before apply
+
+
+def test_a_load_builds_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, expected = write_mapped(tmp_path / "a", "sparse")
+    for name in ("_rank_directory", "_sparse_directory"):
+        monkeypatch.setattr(f"dnis_torchrec.blocks.routing.{name}", None)
+    assert load(path)(EVERY_ROW).values().equal(expected)
 
 
 # ---- other versions
