@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,6 +37,8 @@ ENCODE_SCHEMA = (
 )
 """The C++ source has the same schemas, for processes that load the library without Python."""
 
+NUM_LAYOUTS = 4
+"""Tensors that describe features, tables, blocks and groups of columns, behind the tables."""
 COLUMNS_PER_GROUP = 16
 COLUMNS_PER_QUAD = 4
 GROUP_FIELDS = 96
@@ -68,6 +71,31 @@ def load_operator() -> bool:
             name = f"{NAMESPACE}::{PACKED_EMBEDDING_BAG}"
             torch.library.impl(name, "CUDA", packed_triton.triton_packed_embedding_bag)
     return is_compiled
+
+
+class OpenedCollection:
+    """A collection whose layouts the compiled operator has read; lookups name it by a number."""
+
+    number: int | None = None
+
+    def __init__(self, buffers: list[Tensor]) -> None:
+        self._buffers = buffers
+        operators = torch.ops.dnis_torchrec
+        is_here = all(buffer.is_cpu and buffer.numel() != 1 for buffer in buffers)
+        if is_here and hasattr(operators, "open_collection"):
+            tables, layouts = buffers[:-NUM_LAYOUTS], buffers[-NUM_LAYOUTS:]
+            self.number = operators.open_collection.default(tables, *layouts)
+            close = weakref.finalize(self, operators.close_collection.default, self.number)
+            close.atexit = False
+
+    def has(self, buffers: list[Tensor]) -> bool:
+        """Whether these are the very buffers that were read."""
+        # Lists compare their items by identity first, a twentieth of the time that a loop of `is`
+        # takes. Other tensors raise, but for those of one value, with which nothing is opened.
+        try:
+            return self._buffers == buffers
+        except RuntimeError:
+            return False
 
 
 def field_groups(bits: Tensor, scale: Tensor, shift: Tensor) -> Tensor:

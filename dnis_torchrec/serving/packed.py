@@ -14,7 +14,13 @@ from dnis_torchrec.blocks.codes import check_widths, is_coded, row_strides
 from dnis_torchrec.blocks.routing import RowDirectory
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.ops.batches import name_features, readable_bags
-from dnis_torchrec.ops.packed import field_groups, load_operator, pack_values
+from dnis_torchrec.ops.packed import (
+    NUM_LAYOUTS,
+    OpenedCollection,
+    field_groups,
+    load_operator,
+    pack_values,
+)
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.tables import LogicalCollection, name_unknown_id
 
@@ -22,7 +28,10 @@ from dnis_torchrec.serving.tables import LogicalCollection, name_unknown_id
 class HeldBuffers(nn.Module):
     """Buffers that C++ owns, and not Python alone."""
 
-    __jit_ignored_attributes__: ClassVar[list[str]] = ["_views"]
+    __jit_ignored_attributes__: ClassVar[list[str]] = ["_views", "opened"]
+
+    opened: OpenedCollection | None
+    """What a lookup has read from these buffers, and from those of the tables they describe."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         super().__init__()
@@ -35,6 +44,7 @@ class HeldBuffers(nn.Module):
             self._views = [
                 buffer.view_as(buffer) for buffer in self._buffers.values() if buffer is not None
             ]
+        self.opened = None
 
     def _apply(self, *arguments: Any, **options: Any) -> HeldBuffers:
         module = super()._apply(*arguments, **options)
@@ -47,7 +57,8 @@ class HeldBuffers(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the views: a copy makes its own."""
-        return {name: value for name, value in self.__dict__.items() if name != "_views"}
+        left_out = self.__jit_ignored_attributes__
+        return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Makes the views of a copy, or of tensors that came from another process."""
@@ -361,12 +372,26 @@ class PackedEmbeddingBagCollection(LogicalCollection):
         # Once, so that all parts are of one version while another thread exchanges them. nn.Module
         # takes longer to find a part by attribute than a lookup of one bag takes.
         modules: Any = self._modules
-        return torch.ops.dnis_torchrec.packed_embedding_bag.default(
+        tables, outputs = modules["tables"], modules["outputs"]
+        bags = (
             ids.contiguous(),
             offsets.contiguous(),
             None if weights is None else weights.contiguous(),
-            list(modules["tables"]._buffers.values()),
-            *modules["outputs"]._buffers.values(),
+        )
+        buffers = [*tables._buffers.values(), *outputs._buffers.values()]
+        # A graph that outlives this process takes the buffers, and no number of this process.
+        if type(ids) is Tensor and not (torch.compiler.is_compiling() or torch.jit.is_tracing()):
+            opened = outputs.opened
+            if opened is None or not opened.has(buffers):
+                opened = outputs.opened = OpenedCollection(buffers)
+            if opened.number is not None:
+                return torch.ops.dnis_torchrec.pool_opened.default(
+                    opened.number, *bags, keys, batch_size, self._zero_unknown
+                )
+        return torch.ops.dnis_torchrec.packed_embedding_bag.default(
+            *bags,
+            buffers[:-NUM_LAYOUTS],
+            *buffers[-NUM_LAYOUTS:],
             keys,
             batch_size,
             self._width,

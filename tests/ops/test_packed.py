@@ -29,6 +29,7 @@ from dnis_torchrec.ops.packed import (
     ENCODE_SCHEMA,
     OFFSETS_SCHEMA,
     PACKED_SCHEMA,
+    OpenedCollection,
     pack_values,
     torch_encode_rows,
     torch_packed_embedding_bag,
@@ -75,6 +76,13 @@ def look_up(arguments: list[Any]) -> Tensor:
     return torch.ops.dnis_torchrec.packed_embedding_bag.default(*arguments)
 
 
+def opened(arguments: list[Any]) -> Tensor:
+    """A lookup in a collection whose layouts were read when the bags had not come yet."""
+    collection = OpenedCollection([*arguments[3], *arguments[4:8]])
+    rest = *arguments[:3], *arguments[8:10], arguments[11]
+    return torch.ops.dnis_torchrec.pool_opened.default(collection.number, *rest)
+
+
 def by_torch(arguments: list[Any]) -> Tensor:
     """The operator's meaning."""
     return torch_packed_embedding_bag(*arguments)
@@ -101,8 +109,8 @@ def on_device(arguments: list[Any]) -> Tensor:
 
 survives = pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU the assertion would end the process")
 KERNELS = [on_numpy, pytest.param(on_device, marks=[needs_triton, needs_device])]
-WAYS = [look_up, by_torch, *KERNELS]
-WAYS_THAT_REFUSE = [*WAYS[:3], pytest.param(on_device, marks=[needs_triton, needs_device, survives])]
+WAYS = [look_up, pytest.param(opened, marks=needs_compiler), by_torch, *KERNELS]
+WAYS_THAT_REFUSE = [*WAYS[:4], pytest.param(on_device, marks=[needs_triton, needs_device, survives])]
 
 
 def with_argument(place: int, value: object) -> list:
@@ -140,8 +148,28 @@ def test_layouts_that_lead_outside(field: str, place: tuple[int, int, int], limi
     row, column, value = place
     layout = arguments[PLACES[field]] = arguments[PLACES[field]].clone()
     layout[slice(None) if field == "groups" else row, column] = value
-    with limited(limit), pytest.raises(ValueError, match=r"packed_embedding_bag: .*expected"):
-        look_up(arguments)
+    with limited(limit):
+        with pytest.raises(ValueError, match=r"packed_embedding_bag: .*expected"):
+            look_up(arguments)
+        written = call()[0]  # by a checkpoint, into a collection that has been opened
+        collection = OpenedCollection([*written[3], *written[4:8]])
+        written[PLACES[field]].copy_(layout)
+        with pytest.raises(ValueError, match=r"packed_embedding_bag: .*expected"):
+            torch.ops.dnis_torchrec.pool_opened.default(collection.number, *written[:3], None, 2, False)
+
+
+@needs_compiler
+def test_a_closed_collection_is_refused() -> None:
+    """Also a number of another process."""
+    arguments, expected = call()
+    numbers = [OpenedCollection([*arguments[3], *arguments[4:8]]).number, 0]  # nobody holds the first
+    collection = OpenedCollection([*arguments[3], *arguments[4:8]])
+    for number in numbers:
+        with pytest.raises(ValueError, match="collection: expected one that is open"):
+            torch.ops.dnis_torchrec.pool_opened.default(number, *arguments[:3], None, 2, False)
+    assert torch.ops.dnis_torchrec.pool_opened.default(collection.number, *arguments[:3], None, 2, False).equal(
+        expected
+    )
 
 
 @needs_compiler
@@ -354,6 +382,7 @@ def of_case(case: Case, seed: int) -> list[Any]:
     module = PackedEmbeddingBagCollection(case.scheme, stored)
     calls: list[list[Any]] = []
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.jit, "is_tracing", lambda: True)  # a graph has all arguments
         operator = torch.ops.dnis_torchrec.packed_embedding_bag
         compiled = operator.default
         patch.setattr(operator, "default", lambda *given: calls.append(list(given)) or compiled(*given))

@@ -7,7 +7,9 @@ import ctypes
 import io
 import itertools
 import mmap
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -53,10 +55,18 @@ needs_compiler = pytest.mark.skipif(not load_operator(), reason="no C++ compiler
 NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
+@contextmanager
+def torch_alone() -> Iterator[None]:
+    """Has lookups run on torch's operators, as where nothing can be compiled."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.jit, "is_tracing", lambda: True)  # then all arguments come, as in a graph
+        patch.setattr(torch.ops.dnis_torchrec.packed_embedding_bag, "default", torch_packed_embedding_bag)
+        yield
+
+
 def by_torch(module: PackedEmbeddingBagCollection, *bags: Tensor | None) -> Tensor:
     """What `lookup` finds where the operator is in torch alone."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.ops.dnis_torchrec.packed_embedding_bag, "default", torch_packed_embedding_bag)
+    with torch_alone():
         return module.lookup(*bags)
 
 
@@ -73,9 +83,7 @@ def large(dim: int, *, is_weighted: bool = False, blocks: int = 9) -> tuple[Pack
 def test_pools_what_the_rows_stand_for(case: Case, seed: int, compiled: bool) -> None:
     case, stored = packed_case(case, seed)
     module = PackedEmbeddingBagCollection(case.scheme, stored)
-    with pytest.MonkeyPatch.context() as patch:
-        if not compiled:
-            patch.setattr(torch.ops.dnis_torchrec.packed_embedding_bag, "default", torch_packed_embedding_bag)
+    with nullcontext() if compiled else torch_alone():
         pooled = module(case.kjt()).to_dict()
     assert list(pooled) == list(case.expected())
     for name, expected in case.expected().items():

@@ -17,11 +17,16 @@
 #include <atomic>
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <mutex>
 #include <optional>
+#include <random>
+#include <shared_mutex>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(DNIS_PORTABLE)
@@ -39,6 +44,7 @@ constexpr int64_t WINDOW = 64;              // ids whose rows are asked of memor
 constexpr int64_t ROWS_PER_THREAD = 4'096;  // rows and bags that outweigh waking a thread
 constexpr int64_t VALUES_PER_THREAD = 1 << 14;  // of rows that are encoded
 constexpr int64_t MOST_BLOCKS = 65'535, MOST_COLUMNS = 1 << 20;  // so that nothing overflows
+constexpr int64_t MOST_WIDTH = std::numeric_limits<int32_t>::max();  // likewise
 
 // int32 or int64, as they come.
 struct Integers {
@@ -343,14 +349,12 @@ void prefetch_first(const Feature& feature, const Bags& bags) {
 // Gives the columns of the output out: features take them one after the other, so that each is
 // written, and by one alone.
 struct Columns {
-  int64_t width;
   int64_t next = 0;
 
   void take(int64_t first_column, int64_t embedding_dim) {
-    const bool fits = first_column == next && embedding_dim >= 0 && embedding_dim <= width - next &&
-                      embedding_dim <= std::numeric_limits<int32_t>::max();
-    check(fits, "feature_layout",
-        "columns within the output, those of one feature behind those of another");
+    const bool fits =
+        first_column == next && embedding_dim >= 0 && embedding_dim <= MOST_WIDTH - next;
+    check(fits, "feature_layout", "columns of one feature behind those of another");
     next += embedding_dim;
   }
 };
@@ -488,34 +492,73 @@ std::vector<Table> make_tables(const Tensor& table_layout, const Tensor& block_l
   return made;
 }
 
-// Fields of a feature: its table, its first output column, D, 1 for MEAN.
+// Fields of a feature: its table, its first output column, D, 1 for MEAN. Feature f reads key f.
 std::vector<Feature> make_features(const Tensor& layout, const Tensor& block_layout,
-    const Tensor& table_layout, const Tensor& groups, const std::vector<Table>& tables,
-    const std::optional<std::vector<int64_t>>& keys, int64_t num_keys, int64_t width) {
+    const Tensor& table_layout, const Tensor& groups, const std::vector<Table>& tables) {
   const int64_t* fields = table_rows<int64_t>(layout, "feature_layout", FEATURE_FIELDS);
   const int64_t* table_fields = static_cast<const int64_t*>(table_layout.const_data_ptr());
   const int64_t* block_fields = static_cast<const int64_t*>(block_layout.const_data_ptr());
-  check(!keys || static_cast<int64_t>(keys->size()) == layout.size(0), "keys",
-      "one for each feature");
-  check(keys || layout.size(0) == num_keys, "offsets", "bags for each feature and for no other");
   std::vector<Feature> features(layout.size(0));
-  Columns columns{width};
+  Columns columns;
   for (size_t f = 0; f < features.size(); ++f, fields += FEATURE_FIELDS) {
     const int64_t table = fields[0], first_column = fields[1], embedding_dim = fields[2];
-    const int64_t key = keys ? (*keys)[f] : static_cast<int64_t>(f);
     check(table >= 0 && table < static_cast<int64_t>(tables.size()), "feature_layout",
         "tables that exist");
     columns.take(first_column, embedding_dim);
-    check(key >= 0 && key < num_keys, "offsets", "bags for each feature");
     const int64_t num_groups = (embedding_dim + LANES - 1) / LANES,
                   first = table_fields[TABLE_FIELDS * table + 1];
     for (int64_t s = first; s < first + tables[table].num_blocks; ++s) {
       const int64_t first_group = block_fields[BLOCK_FIELDS * s + 3];
       check(first_group <= groups.size(0) - num_groups, "block_layout", "groups for all columns");
     }
-    features[f] = {&tables[table], key, first_column, embedding_dim, fields[3] != 0};
+    features[f] = {
+        &tables[table], static_cast<int64_t>(f), first_column, embedding_dim, fields[3] != 0};
   }
-  check(columns.next == width, "feature_layout", "columns for the whole output");
+  return features;
+}
+
+// A collection whose layouts have been read and checked. Whatever the tensors hold later, kernels
+// stay within these bounds, which are those of the tensors that it owns.
+struct Collection {
+  std::vector<Tensor> tensors;
+  std::vector<Tensor> layouts;  // of features, tables and blocks
+  std::vector<std::vector<int64_t>> numbers;  // that the layouts had
+  Tensor groups;
+  std::vector<Block> blocks;
+  std::vector<Table> tables;
+  std::vector<Feature> features;
+  int64_t width = 0;
+
+  Collection(std::vector<Tensor> of_tables, std::vector<Tensor> of_layouts, const Tensor& of_groups)
+      : tensors(std::move(of_tables)), layouts(std::move(of_layouts)), groups(of_groups) {
+    tables = make_tables(layouts[1], layouts[2], groups, tensors, blocks);
+    features = make_features(layouts[0], layouts[2], layouts[1], groups, tables);
+    for (const Feature& feature : features) width += feature.embedding_dim;
+    for (const Tensor& layout : layouts) {
+      const auto* data = static_cast<const int64_t*>(layout.const_data_ptr());
+      numbers.emplace_back(data, data + layout.numel());
+    }
+  }
+  Collection(const Collection&) = delete;  // tables and features point into it
+
+  // Whether nobody has written other numbers into the layouts: a checkpoint may, in place.
+  bool is_current() const {
+    bool is_same = true;
+    for (size_t i = 0; i < layouts.size(); ++i)
+      is_same &= std::equal(numbers[i].begin(), numbers[i].end(),
+          static_cast<const int64_t*>(layouts[i].const_data_ptr()));
+    return is_same;
+  }
+};
+
+// Features that read the keys of a batch which is not in their order.
+std::vector<Feature> with_keys(
+    std::vector<Feature> features, const std::vector<int64_t>& keys, int64_t num_keys) {
+  check(keys.size() == features.size(), "keys", "one for each feature");
+  for (size_t f = 0; f < features.size(); ++f) {
+    check(keys[f] >= 0 && keys[f] < num_keys, "offsets", "bags for each feature");
+    features[f].key = keys[f];
+  }
   return features;
 }
 
@@ -575,21 +618,90 @@ void pool_all(const std::vector<Feature>& features, const Bags& bags) {
     throw std::invalid_argument(describe(fault, faulty, features[faulty], bags));
 }
 
+Tensor pool_batch(const Collection& collection, const Tensor& ids, const Tensor& offsets,
+    const std::optional<Tensor>& per_sample_weights,
+    const std::optional<std::vector<int64_t>>& keys, int64_t batch_size, bool zero_unknown) {
+  const int64_t width = collection.width;
+  Bags bags = read_bags(ids, offsets, per_sample_weights, batch_size, width, zero_unknown);
+  if (batch_size == 0 || width == 0) return empty_output(batch_size, width);
+  const auto num_features = static_cast<int64_t>(collection.features.size());
+  check(keys || num_features == bags.num_keys, "offsets", "bags for each feature and for no other");
+  Tensor out = empty_output(batch_size, width);
+  bags.out = static_cast<float*>(out.mutable_data_ptr());
+  if (keys) pool_all(with_keys(collection.features, *keys, bags.num_keys), bags);
+  else pool_all(collection.features, bags);
+  return out;
+}
+
 Tensor packed_embedding_bag(const Tensor& ids, const Tensor& offsets,
     const std::optional<Tensor>& per_sample_weights, const std::vector<Tensor>& tables,
     const Tensor& feature_layout, const Tensor& table_layout, const Tensor& block_layout,
     const Tensor& groups, const std::optional<std::vector<int64_t>>& keys, int64_t batch_size,
     int64_t width, bool zero_unknown) {
-  Bags bags = read_bags(ids, offsets, per_sample_weights, batch_size, width, zero_unknown);
-  if (batch_size == 0 || width == 0) return empty_output(batch_size, width);
-  std::vector<Block> blocks;
-  const std::vector<Table> made = make_tables(table_layout, block_layout, groups, tables, blocks);
-  const std::vector<Feature> features = make_features(
-      feature_layout, block_layout, table_layout, groups, made, keys, bags.num_keys, width);
-  Tensor out = empty_output(batch_size, width);
-  bags.out = static_cast<float*>(out.mutable_data_ptr());
-  pool_all(features, bags);
-  return out;
+  const Collection collection(tables, {feature_layout, table_layout, block_layout}, groups);
+  check(collection.width == width, "feature_layout", "columns for the whole output");
+  return pool_batch(
+      collection, ids, offsets, per_sample_weights, keys, batch_size, zero_unknown);
+}
+
+// dnis_torchrec::open_collection, pool_opened and close_collection: the same for a process that
+// looks up many times, whose layouts are read once. A number stands for a collection, because a
+// pointer from outside could point anywhere.
+
+using Opened = std::shared_ptr<const Collection>;
+
+struct OpenedCollections {
+  std::shared_mutex mutex;
+  std::unordered_map<int64_t, Opened> by_number;
+  // Behind a number by chance: one that was written down elsewhere names nothing here.
+  int64_t next = static_cast<int64_t>(std::random_device{}()) << 24;
+};
+
+OpenedCollections& opened_collections() {
+  static auto* all = new OpenedCollections;  // never destroyed: threads may look up at exit
+  return *all;
+}
+
+int64_t open_collection(std::vector<Tensor> tables, Tensor feature_layout, Tensor table_layout,
+    Tensor block_layout, Tensor groups) {
+  auto collection = std::make_shared<const Collection>(std::move(tables),
+      std::vector<Tensor>{feature_layout, table_layout, block_layout}, groups);
+  OpenedCollections& all = opened_collections();
+  const std::lock_guard<std::shared_mutex> guard(all.mutex);
+  all.by_number[all.next] = std::move(collection);
+  return all.next++;
+}
+
+void close_collection(int64_t number) {
+  Opened collection;  // freed once the lock is
+  OpenedCollections& all = opened_collections();
+  const std::lock_guard<std::shared_mutex> guard(all.mutex);
+  const auto found = all.by_number.find(number);
+  if (found == all.by_number.end()) return;
+  collection = std::move(found->second);
+  all.by_number.erase(found);
+}
+
+Tensor pool_opened(int64_t number, const Tensor& ids, const Tensor& offsets,
+    const std::optional<Tensor>& per_sample_weights,
+    const std::optional<std::vector<int64_t>>& keys, int64_t batch_size, bool zero_unknown) {
+  OpenedCollections& all = opened_collections();
+  Opened collection;
+  {
+    const std::shared_lock<std::shared_mutex> guard(all.mutex);
+    const auto entry = all.by_number.find(number);
+    check(entry != all.by_number.end(), "collection", "one that is open");
+    collection = entry->second;
+  }
+  if (__builtin_expect(!collection->is_current(), 0)) {
+    collection = std::make_shared<const Collection>(
+        collection->tensors, collection->layouts, collection->groups);
+    const std::lock_guard<std::shared_mutex> guard(all.mutex);
+    const auto entry = all.by_number.find(number);
+    if (entry != all.by_number.end()) entry->second = collection;
+  }
+  return pool_batch(
+      *collection, ids, offsets, per_sample_weights, keys, batch_size, zero_unknown);
 }
 
 // dnis_torchrec::bag_offsets: where bags begin, from their lengths, which are checked on the way.
@@ -790,6 +902,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(dnis_torchrec, library) {
       "Tensor feature_layout, Tensor table_layout, Tensor block_layout, Tensor groups, int[]? "
       "keys, SymInt batch_size, "
       "int width, bool zero_unknown) -> Tensor");
+  library.def(
+      "open_collection(Tensor[] tables, Tensor feature_layout, Tensor table_layout, Tensor "
+      "block_layout, Tensor groups) -> int");
+  library.def(
+      "pool_opened(int collection, Tensor ids, Tensor offsets, Tensor? per_sample_weights, int[]? "
+      "keys, int batch_size, bool zero_unknown) -> Tensor");
+  library.def("close_collection(int collection) -> ()");
   library.def("bag_offsets(Tensor lengths, Tensor ids, Tensor features) -> Tensor");
   library.def(
       "encode_rows(Tensor values, Tensor blocks, Tensor bits, Tensor scale, Tensor shift, "
@@ -798,6 +917,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(dnis_torchrec, library) {
 
 STABLE_TORCH_LIBRARY_IMPL(dnis_torchrec, CPU, library) {
   library.impl("packed_embedding_bag", TORCH_BOX(&packed_embedding_bag));
+  library.impl("open_collection", TORCH_BOX(&open_collection));
+  library.impl("pool_opened", TORCH_BOX(&pool_opened));
   library.impl("bag_offsets", TORCH_BOX(&bag_offsets));
   library.impl("encode_rows", TORCH_BOX(&encode_rows));
+}
+
+// It takes no tensor, by whose device others are chosen.
+STABLE_TORCH_LIBRARY_IMPL(dnis_torchrec, CompositeExplicitAutograd, library) {
+  library.impl("close_collection", TORCH_BOX(&close_collection));
 }
