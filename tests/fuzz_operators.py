@@ -159,6 +159,43 @@ def packed_embedding_bag(random: Random) -> Case:
     return Case(arguments, check)
 
 
+def opened(case: Case) -> int:
+    """The number of a collection with the tables and layouts of a case of `packed_embedding_bag`."""
+    return torch.ops.dnis_torchrec.open_collection.default(*case.arguments[3:8])
+
+
+def arguments_of_bags(case: Case) -> list[Any]:
+    """What `pool_opened` takes behind the number."""
+    return [*case.arguments[:3], *case.arguments[8:10], case.arguments[11]]
+
+
+def open_collection(random: Random) -> Case:
+    """Tables that bags are pooled from afterwards."""
+    case, pool_opened = packed_embedding_bag(random), torch.ops.dnis_torchrec.pool_opened.default
+    return Case(case.arguments[3:8], lambda number: case.check(pool_opened(number, *arguments_of_bags(case))))
+
+
+def pool_opened(random: Random) -> Case:
+    """Bags of a collection whose layouts have been read."""
+    case = packed_embedding_bag(random)
+    return Case([opened(case), *arguments_of_bags(case)], case.check)
+
+
+def close_collection(random: Random) -> Case:
+    """A collection that is looked up no more."""
+    case, pool_opened = packed_embedding_bag(random), torch.ops.dnis_torchrec.pool_opened.default
+    number = opened(case)
+
+    def check(nothing: None) -> None:
+        try:
+            pool_opened(number, *arguments_of_bags(case))
+        except REFUSALS:
+            return
+        raise AssertionError(f"expected collection {number} to be closed")
+
+    return Case([number], check)
+
+
 def bag_offsets(random: Random) -> Case:
     """Lengths of one to three features."""
     num_features, batch_size = random.randint(1, 3), random.randint(0, 4)
@@ -503,6 +540,7 @@ def draw_sparse_selection(random: Random) -> Selection:
 
 CASES: dict[str, Callable[[Random], Case]] = {
     **{draw.__name__: draw for draw in (packed_embedding_bag, bag_offsets, spread_gradient, fill_rows, are_good_bags)},
+    **{draw.__name__: draw for draw in (open_collection, pool_opened, close_collection)},
     **{draw.__name__: draw for draw in (split_bags, round_rows, find_pieces, gather_ids, encode_rows)},
     "select_pooled": lambda random: check_output(draw_selection(random)),
     "sum_alpha_gradient": lambda random: check_sum(draw_selection(random)),
@@ -624,7 +662,7 @@ def fuzz(seed: int, num_cases: int, last: Path) -> None:
             tensors = tensors_of(case.arguments)
             for attempt in range(HOSTILE_PER_CASE):
                 arguments = list(case.arguments)
-                for place in random.sample(range(len(arguments)), random.choice([1, 1, 2, 3])):
+                for place in random.sample(range(len(arguments)), min(len(arguments), random.choice([1, 1, 2, 3]))):
                     arguments[place] = spoiled(random, arguments[place], tensors)
                 last.write_text(f"{case_seed}, hostile {attempt}")
                 try:

@@ -173,9 +173,7 @@ class ArtifactFolder:
     def __init__(self, path: Path | str) -> None:
         self._stamp = _stamp_of(path)
         self.path, self.manifest = path, read_manifest(path)
-        directories = self.manifest.get(
-            "directories", ()
-        )  # from the scheme: they add nothing to it
+        directories = self.manifest.get("directories", ())  # the scheme says all that they do
         files = self.manifest["files"].items()
         hashes = {name: entry["sha256"] for name, entry in files if name not in directories}
         self.content_id, self.sequence = content_id(hashes), self.manifest.get("sequence", 0)
