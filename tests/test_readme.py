@@ -120,7 +120,8 @@ def test_code_of_all_other_pages_is_run_elsewhere() -> None:
         "own-data.md",
         "checkpoints.md",
         "models.md",
-    )  # test_docs.py, selection/test_swap.py, test_models_page.py
+        "packaging.md",
+    )  # test_docs.py, selection/test_swap.py, test_models_page.py, serving/test_scripted.py
     assert sorted(path.name for path in pages) == sorted((*HOW_TO, *elsewhere))
 
 

@@ -50,7 +50,9 @@ def guard_standard_error() -> None:
     """Logs, warnings and tracebacks reach standard error through `visible`."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_VisibleFormatter("%(levelname)s: %(message)s"))
-    logging.basicConfig(level=logging.ERROR, handlers=[handler])  # of others
+    logging.basicConfig(handlers=[handler])
+    for library in ("torch", "torchrec", "fbgemm_gpu"):
+        logging.getLogger(library).setLevel(logging.ERROR)
     logging.getLogger("dnis_torchrec").setLevel(logging.WARNING)
     # It tells that operators are compiled, which takes a while.
     logging.getLogger("dnis_torchrec.ops.build").setLevel(logging.INFO)

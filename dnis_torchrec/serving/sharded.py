@@ -158,7 +158,7 @@ class _TablesOfRank(nn.Module):
         _, bags, *rows = request.split([1 + num_split, num_ids, *num_rows])
         outputs = [torch.empty(0, device=request.device)]
         if self.bags is not None:
-            num_bags, weights = batch_size * len(self.bags._features), None
+            num_bags, weights = batch_size * len(self.bags._logical.features), None
             lengths, ids = bags[:num_bags], bags[num_bags:]
             if self.bags.is_weighted():
                 ids, numbers = ids.view(2, -1)
@@ -292,7 +292,7 @@ class ShardedPackedEmbeddingBagCollection(LogicalCollection):
         split table, lengths and ids and weights of bags of its whole tables, and the rows."""
         unknown = self.limits if self._zero_unknown else None
         bags = checked_bags(features, self._logical, self.limits, unknown)
-        lengths = bags.lengths().long().view(len(self._features), bags.stride())
+        lengths = bags.lengths().long().view(len(self._logical.features), bags.stride())
         counts, weights = lengths.sum(1).tolist(), bags.weights_or_none()
         ids = list(bags.values().split(counts))
         bits = () if weights is None else weights.view(torch.int32).long().split(counts)
