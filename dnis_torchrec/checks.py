@@ -75,7 +75,7 @@ def visible(text: str) -> str:
 
 
 def tell(sentence: str) -> None:
-    """Says what came of a long work: on a terminal, else in the log."""
+    """Prints the result of a long call on a terminal; elsewhere it goes to the log."""
     if sys.stderr.isatty():
         sys.stderr.write(visible(f"{sentence}\n"))
     else:

@@ -54,7 +54,7 @@ def _gather_objects(local: _T, process_group: dist.ProcessGroup | None) -> list[
 
 
 def progress_bar(steps: Iterable[Any] | None, words: str, **more: Any) -> Any:
-    """The steps of a long work, shown with the time left on the terminal of the first rank."""
+    """Wraps steps in a progress bar with the time left, which rank 0 alone shows."""
     disable = None if rank_of() == 0 else True  # None: where standard error is no terminal
     return tqdm(steps, words, dynamic_ncols=True, leave=False, disable=disable, **more)
 

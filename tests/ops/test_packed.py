@@ -173,6 +173,23 @@ def test_a_closed_collection_is_refused() -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("place", range(8))
+def test_tensors_that_get_other_memory_are_read_there(place: int) -> None:
+    """As where a module goes to another process: its memory is moved, and the tensors stay the same objects."""
+    arguments, _ = call()
+    tensors = [*arguments[3], *arguments[4:8]]
+    collection = OpenedCollection(tensors)
+    changed = tensors[place].clone()
+    if place == 0:
+        changed ^= 1
+    tensors[place].data.fill_(-1 if place else 0)  # the old memory has nothing that anybody may read
+    tensors[place].data = changed
+    found = torch.ops.dnis_torchrec.pool_opened.default(collection.number, *arguments[:3], None, 2, False)
+    assert found.equal(look_up(arguments))
+    assert found.equal(call()[1]) == bool(place)
+
+
+@needs_compiler
 def test_tensors_that_do_not_fit() -> None:
     arguments, _ = call()
     tables = arguments[3]

@@ -44,6 +44,7 @@ constexpr int64_t WINDOW = 64;              // ids whose rows are asked of memor
 constexpr int64_t ROWS_PER_THREAD = 4'096;  // rows and bags that outweigh waking a thread
 constexpr int64_t VALUES_PER_THREAD = 1 << 14;  // of rows that are encoded
 constexpr int64_t MOST_BLOCKS = 65'535, MOST_COLUMNS = 1 << 20;  // so that nothing overflows
+constexpr size_t NUM_LAYOUTS = 4;  // tensors behind those of tables
 constexpr int64_t MOST_WIDTH = std::numeric_limits<int32_t>::max();  // likewise
 
 // int32 or int64, as they come.
@@ -379,8 +380,8 @@ const Integer* table_rows(const Tensor& tensor, const char* argument, int64_t co
   return static_cast<const Integer*>(data);
 }
 
-const Tensor& tensor_at(const std::vector<Tensor>& tensors, int64_t index) {
-  check(index < static_cast<int64_t>(tensors.size()), "table_layout", "tensors that exist");
+const Tensor& tensor_at(const std::vector<Tensor>& tensors, size_t num_tables, int64_t index) {
+  check(index < static_cast<int64_t>(num_tables), "table_layout", "tensors that exist");
   const Tensor& tensor = tensors[index];
   const bool fits = tensor.dim() == 1 && tensor.is_contiguous() && tensor.is_cpu();
   check(fits, "tables", "one contiguous dimension on the CPU");
@@ -444,7 +445,8 @@ void set_directory(Table& table, const Tensor& directory) {
 // none). Fields of a block: its first byte, its rows, the bytes of a row, its first group (-1:
 // nothing is stored).
 std::vector<Table> make_tables(const Tensor& table_layout, const Tensor& block_layout,
-    const Tensor& groups, const std::vector<Tensor>& tensors, std::vector<Block>& blocks) {
+    const Tensor& groups, const std::vector<Tensor>& tensors, size_t num_tables,
+    std::vector<Block>& blocks) {
   const int64_t* fields = table_rows<int64_t>(table_layout, "table_layout", TABLE_FIELDS);
   const int64_t* block_fields = table_rows<int64_t>(block_layout, "block_layout", BLOCK_FIELDS);
   const Group* all_groups =
@@ -466,13 +468,13 @@ std::vector<Table> make_tables(const Tensor& table_layout, const Tensor& block_l
     const uint8_t* rows = nullptr;
     int64_t num_bytes = 0;
     if (fields[3] >= 0) {
-      const Tensor& tensor = tensor_at(tensors, fields[3]);
+      const Tensor& tensor = tensor_at(tensors, num_tables, fields[3]);
       check(tensor.scalar_type() == ScalarType::Byte, "tables", "rows of uint8");
       rows = static_cast<const uint8_t*>(tensor.const_data_ptr());
       num_bytes = tensor.numel();
     }
     table.end = rows + num_bytes;
-    if (fields[4] >= 0) set_directory(table, tensor_at(tensors, fields[4]));
+    if (fields[4] >= 0) set_directory(table, tensor_at(tensors, num_tables, fields[4]));
     check(table.kind != Directory::NONE || num_blocks == 1, "table_layout",
         "one block where there is no directory");
     for (int64_t s = first; s < first + num_blocks; ++s) {
@@ -517,37 +519,64 @@ std::vector<Feature> make_features(const Tensor& layout, const Tensor& block_lay
   return features;
 }
 
-// A collection whose layouts have been read and checked. Whatever the tensors hold later, kernels
-// stay within these bounds, which are those of the tensors that it owns.
+// The memory of a tensor.
+struct Memory {
+  const void* data;
+  int64_t num_elements;
+  ScalarType dtype;
+
+  static Memory of(const Tensor& tensor) {
+    return {tensor.const_data_ptr(), tensor.numel(), tensor.scalar_type()};
+  }
+  bool operator==(const Memory&) const = default;
+};
+
+// A collection whose layouts have been read and checked. Whatever its tensors hold later, kernels
+// stay within these bounds, as long as the tensors keep their memory.
 struct Collection {
-  std::vector<Tensor> tensors;
-  std::vector<Tensor> layouts;  // of features, tables and blocks
+  std::vector<Tensor> tensors;  // of tables, then the layouts of features, tables and blocks, groups
+  std::vector<Memory> memories;
   std::vector<std::vector<int64_t>> numbers;  // that the layouts had
-  Tensor groups;
   std::vector<Block> blocks;
   std::vector<Table> tables;
   std::vector<Feature> features;
   int64_t width = 0;
 
-  Collection(std::vector<Tensor> of_tables, std::vector<Tensor> of_layouts, const Tensor& of_groups)
-      : tensors(std::move(of_tables)), layouts(std::move(of_layouts)), groups(of_groups) {
-    tables = make_tables(layouts[1], layouts[2], groups, tensors, blocks);
+  explicit Collection(std::vector<Tensor> all) : tensors(std::move(all)) {
+    const size_t num_tables = tensors.size() - NUM_LAYOUTS;
+    const Tensor *layouts = &tensors[num_tables], &groups = tensors.back();
+    tables = make_tables(layouts[1], layouts[2], groups, tensors, num_tables, blocks);
     features = make_features(layouts[0], layouts[2], layouts[1], groups, tables);
     for (const Feature& feature : features) width += feature.embedding_dim;
-    for (const Tensor& layout : layouts) {
-      const auto* data = static_cast<const int64_t*>(layout.const_data_ptr());
-      numbers.emplace_back(data, data + layout.numel());
-    }
   }
   Collection(const Collection&) = delete;  // tables and features point into it
 
-  // Whether nobody has written other numbers into the layouts: a checkpoint may, in place.
+  // The same, to be asked later whether it is current.
+  static std::shared_ptr<const Collection> opened(std::vector<Tensor> all) {
+    auto collection = std::make_shared<Collection>(std::move(all));
+    collection->remember();
+    return collection;
+  }
+
+  void remember() {
+    for (const Tensor& tensor : tensors) memories.push_back(Memory::of(tensor));
+    for (size_t i = tensors.size() - NUM_LAYOUTS; i + 1 < tensors.size(); ++i) {
+      const auto* data = static_cast<const int64_t*>(memories[i].data);
+      numbers.emplace_back(data, data + memories[i].num_elements);
+    }
+  }
+
+  // Whether the tensors still have the memory, and the layouts the numbers, that were read: a
+  // module that goes to another process is moved, and a checkpoint may be written into layouts.
   bool is_current() const {
-    bool is_same = true;
-    for (size_t i = 0; i < layouts.size(); ++i)
-      is_same &= std::equal(numbers[i].begin(), numbers[i].end(),
-          static_cast<const int64_t*>(layouts[i].const_data_ptr()));
-    return is_same;
+    for (size_t i = 0; i < tensors.size(); ++i)
+      if (!(Memory::of(tensors[i]) == memories[i])) return false;
+    const size_t num_tables = tensors.size() - NUM_LAYOUTS;
+    for (size_t i = 0; i < numbers.size(); ++i)
+      if (!std::equal(numbers[i].begin(), numbers[i].end(),
+              static_cast<const int64_t*>(memories[num_tables + i].data)))
+        return false;
+    return true;
   }
 };
 
@@ -633,12 +662,19 @@ Tensor pool_batch(const Collection& collection, const Tensor& ids, const Tensor&
   return out;
 }
 
+std::vector<Tensor> with_layouts(std::vector<Tensor> tables, const Tensor& feature_layout,
+    const Tensor& table_layout, const Tensor& block_layout, const Tensor& groups) {
+  tables.insert(tables.end(), {feature_layout, table_layout, block_layout, groups});
+  return tables;
+}
+
 Tensor packed_embedding_bag(const Tensor& ids, const Tensor& offsets,
     const std::optional<Tensor>& per_sample_weights, const std::vector<Tensor>& tables,
     const Tensor& feature_layout, const Tensor& table_layout, const Tensor& block_layout,
     const Tensor& groups, const std::optional<std::vector<int64_t>>& keys, int64_t batch_size,
     int64_t width, bool zero_unknown) {
-  const Collection collection(tables, {feature_layout, table_layout, block_layout}, groups);
+  const Collection collection(
+      with_layouts(tables, feature_layout, table_layout, block_layout, groups));
   check(collection.width == width, "feature_layout", "columns for the whole output");
   return pool_batch(
       collection, ids, offsets, per_sample_weights, keys, batch_size, zero_unknown);
@@ -662,10 +698,10 @@ OpenedCollections& opened_collections() {
   return *all;
 }
 
-int64_t open_collection(std::vector<Tensor> tables, Tensor feature_layout, Tensor table_layout,
-    Tensor block_layout, Tensor groups) {
-  auto collection = std::make_shared<const Collection>(std::move(tables),
-      std::vector<Tensor>{feature_layout, table_layout, block_layout}, groups);
+int64_t open_collection(const std::vector<Tensor>& tables, const Tensor& feature_layout,
+    const Tensor& table_layout, const Tensor& block_layout, const Tensor& groups) {
+  auto collection = Collection::opened(
+      with_layouts(tables, feature_layout, table_layout, block_layout, groups));
   OpenedCollections& all = opened_collections();
   const std::lock_guard<std::shared_mutex> guard(all.mutex);
   all.by_number[all.next] = std::move(collection);
@@ -694,8 +730,7 @@ Tensor pool_opened(int64_t number, const Tensor& ids, const Tensor& offsets,
     collection = entry->second;
   }
   if (__builtin_expect(!collection->is_current(), 0)) {
-    collection = std::make_shared<const Collection>(
-        collection->tensors, collection->layouts, collection->groups);
+    collection = Collection::opened(collection->tensors);
     const std::lock_guard<std::shared_mutex> guard(all.mutex);
     const auto entry = all.by_number.find(number);
     if (entry != all.by_number.end()) entry->second = collection;
