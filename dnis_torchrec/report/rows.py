@@ -66,12 +66,13 @@ class Results:
         if best is None:
             value = format_metric(frame["metric"].iloc[0])
             return f"The {metric} of the {frame['method'].iloc[0]} model is {value}."
-        text = f"Tables are {format_count(best['compression'])} times smaller; "
-        text += f"{metric} is {format_metric(best['metric'])}"
+        direction = "higher" if self.higher_is_better else "lower"
+        text = f"The tables are {format_count(best['compression'])} times smaller. "
+        text += f"The {metric} is {format_metric(best['metric'])}"
         if len(plain):
             change = format_difference(best["metric"] - plain.iloc[0])
-            text += f", {change} against {format_metric(plain.iloc[0])} uncompressed"
-        text += f" ({'higher' if self.higher_is_better else 'lower'} is better)."
+            text += f", uncompressed it is {format_metric(plain.iloc[0])}: {change}"
+        text += f" ({direction} is better)."
         sizes = frame[frame["method"].isin([SEARCH, COMPRESS])]
         if not math.isnan(best["excess"]):
             of_loss = f"the {best['judge']}"
@@ -79,14 +80,14 @@ class Results:
             is_within = best["excess"] <= TOLERANCE
             text += f" The {best['judge']} {limit}." if is_within and len(sizes) == 1 else ""
             if is_within and len(sizes) > 1:
-                text += f" It is the largest size at which {of_loss} {limit}."
+                text += f" This is the largest size at which {of_loss} {limit}."
             if not is_within:
                 text += f" At no size {of_loss} {limit}; this size comes closest."
         rest = [
-            f"{format_count(row.compression)} times: {format_metric(row.metric)}"
+            f"{format_metric(row.metric)} at {format_count(row.compression)} times"
             for row in sizes.drop(best.name).itertuples()
         ]
-        return text + (f" Other sizes are {'; '.join(rest)}." if rest else "")
+        return text + (f" Other sizes: {', '.join(rest)}." if rest else "")
 
 
 class _StoredRow(TypedDict):

@@ -121,16 +121,16 @@ def sizes(*selection_losses: float) -> Results:
 @pytest.mark.parametrize(
     ("results", "size", "words"),
     [
-        (sizes(0.5, 0.5004, 0.51), 20, ("largest size", "10 times: 0.7900; 30 times: 0.7700")),
-        (sizes(0.49, 0.52, 0.5005), 30, ("largest size", "10 times: 0.7900; 20 times: 0.7800")),
-        (sizes(0.52, 0.51, 0.53), 20, ("At no size", "comes closest", "10 times: 0.7900; 30 times: 0.7700")),
+        (sizes(0.5, 0.5004, 0.51), 20, ("largest size", "0.7900 at 10 times, 0.7700 at 30 times")),
+        (sizes(0.49, 0.52, 0.5005), 30, ("largest size", "0.7900 at 10 times, 0.7800 at 20 times")),
+        (sizes(0.52, 0.51, 0.53), 20, ("At no size", "comes closest", "0.7900 at 10 times, 0.7700 at 30 times")),
         (sizes(0.5001), 10, ("The selection loss rises by at most 0.001 of its value",)),
     ],
 )
 def test_the_headline_is_about_the_largest_size_within_the_tolerance(results, size, words) -> None:
     headline = results.headline
-    assert headline.startswith(f"Tables are {size} times smaller; test auc is ")
-    assert "against 0.8000 uncompressed (higher is better)" in headline
+    assert headline.startswith(f"The tables are {size} times smaller. The test auc is ")
+    assert ", uncompressed it is 0.8000: " in headline and "(higher is better)" in headline
     assert all(word in headline for word in words)
     assert f'<div class="best"><dt>compress, compression {size}' in without_links(render_report(results))
 
