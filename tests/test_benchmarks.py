@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import against_naive, compress_scale, plain_grid, serving, step_time
+from benchmarks import compress_scale, plain_grid, serving, step_time
 from benchmarks.compress_scale import PARTS
 from benchmarks.gpu.figures import FIGURES, RESULTS, Line, read_lines
 from benchmarks.gpu.schedule import Step, run_steps
@@ -61,26 +60,6 @@ def test_step_time_measures_every_shape_and_writes_json(tmp_path: Path, capsys: 
             assert parts["lower"][part] > 0, part
     text = capsys.readouterr().out
     assert all(f"\n{row['shape']}: batch_size=32" in text for row in rows)
-
-
-def test_against_naive_writes_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"TARGET_LOSS": 2.0, "BATCH_SIZE": 64, "TRAIN_BATCHES": 3}.items():
-        monkeypatch.setattr(against_naive, name, value)
-    monkeypatch.setattr(against_naive, "LEARNING_RATES", {"naive": (0.01,), "dnis": (0.03,)})
-    real, peaks = against_naive.run_here, {"naive": 200, "dnis": 50}
-    monkeypatch.setattr(
-        against_naive, "run_apart", lambda job: dataclasses.replace(real(job), peak_bytes=peaks[job.side])
-    )
-    path = tmp_path / "naive.json"
-    against_naive.main(["--quick", "--num-rows", "200,400", "--json", str(path)])
-    rows = json.loads(path.read_text())["rows"]
-    assert [row["num_rows"] for row in rows] == [200, 400]
-    for row in rows:
-        assert row["time_ratio"] == pytest.approx(row["dnis"]["seconds"] / row["naive"]["seconds"], abs=1e-4)
-        assert row["memory_ratio"] == 0.25
-        assert (row["not_reached"], row["is_bound"]) == ([], False)
-        assert row["dnis"]["pairs"] == row["naive"]["pairs"] == 2
-        assert row["dnis"]["best_loss"] < 2
 
 
 def test_lookups_are_timed_beside_every_rival(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
