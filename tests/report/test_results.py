@@ -130,7 +130,8 @@ def sizes(*selection_losses: float) -> Results:
 def test_the_headline_is_about_the_largest_size_within_the_tolerance(results, size, words) -> None:
     headline = results.headline
     assert headline.startswith(f"The tables are {size} times smaller. The test auc is ")
-    assert ", uncompressed it is 0.8000: " in headline and "(higher is better)" in headline
+    assert ", uncompressed it is 0.8000: " in headline
+    assert "(higher is better)" in headline
     assert all(word in headline for word in words)
     assert f'<div class="best"><dt>compress, compression {size}' in without_links(render_report(results))
 
