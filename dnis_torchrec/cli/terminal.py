@@ -46,13 +46,18 @@ def print_table(table: Table) -> None:
     Console(width=max(120, Console().width), markup=False, emoji=False).print(table)
 
 
+def _is_for_users(record: logging.LogRecord) -> bool:
+    """Whether a log line is ours, of the user's own code, or an error."""
+    library = record.name.partition(".")[0]
+    return library not in ("torch", "torchrec", "fbgemm_gpu") or record.levelno >= logging.ERROR
+
+
 def guard_standard_error() -> None:
     """Logs, warnings and tracebacks reach standard error through `visible`."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_VisibleFormatter("%(levelname)s: %(message)s"))
+    handler.addFilter(_is_for_users)
     logging.basicConfig(handlers=[handler])
-    for library in ("torch", "torchrec", "fbgemm_gpu"):
-        logging.getLogger(library).setLevel(logging.ERROR)
     logging.getLogger("dnis_torchrec").setLevel(logging.WARNING)
     # It tells that operators are compiled, which takes a while.
     logging.getLogger("dnis_torchrec.ops.build").setLevel(logging.INFO)

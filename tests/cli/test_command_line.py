@@ -286,6 +286,10 @@ def test_logs_warnings_and_tracebacks_do_not_steer_the_terminal(monkeypatch: pyt
     with redirect_stderr(shown):
         terminal.guard_standard_error()
         logging.getLogger().handle(record)
+        logging.getLogger("torchrec.distributed").warning("noise of torchrec")
+        logging.getLogger("torchrec.distributed").error("trouble of torchrec")
+        assert "trouble of torchrec" in shown.getvalue()
+        assert "noise of torchrec" not in shown.getvalue()
         print(warnings.formatwarning(EVIL, UserWarning, "x.py", 1), file=sys.stderr)
         try:
             raise KeyError(EVIL)
