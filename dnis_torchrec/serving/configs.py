@@ -13,23 +13,13 @@ from torch import Tensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 
-from dnis_torchrec.checks import check, describe
+from dnis_torchrec.checks import check
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
-from dnis_torchrec.serving.tables import torchrec_config
+from dnis_torchrec.serving.tables import check_one_collection, torchrec_config
 
 _FORMAT_VERSION = 1
 PER = ("feature", "block")
 COLUMNS = ("same_size", "union")
-FIELDS = {
-    "name": str,
-    "num_embeddings": int,
-    "embedding_dim": int,
-    "feature_names": list,
-    "pooling": str,
-    "logical_dim": int,
-    "columns": list,
-}
-"""Fields that a file has to hold for each table, and their types."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,17 +33,6 @@ class NarrowTable:
     pooling: str
     logical_dim: int
     columns: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        place, columns = f"table {self.name!r}", list(self.columns)
-        check(self.num_embeddings >= 1, place, "num_embeddings >= 1", self.num_embeddings)
-        check(bool(self.feature_names), place, "at least one feature", "none")
-        check(self.pooling in ("sum", "mean"), place, "pooling 'sum' or 'mean'", repr(self.pooling))
-        rises = len(columns) == self.embedding_dim >= 1 and columns == sorted(set(columns))
-        within = rises and columns[0] >= 0 and columns[-1] < self.logical_dim
-        check(
-            within, place, f"{self.embedding_dim} rising columns below {self.logical_dim}", columns
-        )
 
     def config(self) -> EmbeddingBagConfig:
         """The table as TorchRec describes it, R wide."""
@@ -90,95 +69,21 @@ class NarrowTables:
     def to_python(self) -> str:
         """Python source of ``tables``, a list of EmbeddingBagConfigs, and of ``columns``, table
         name -> columns."""
-        lines = [
-            "from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType",
-            "",
-            "tables = [",
-        ]
-        for table in self.tables:
-            lines += [
-                "    EmbeddingBagConfig(",
-                f"        name={table.name!r},",
-                f"        num_embeddings={table.num_embeddings},",
-                f"        embedding_dim={table.embedding_dim},",
-                f"        feature_names={list(table.feature_names)!r},",
-                f"        pooling=PoolingType.{table.pooling.upper()},",
-                "    ),",
-            ]
-        lines += [
-            "]",
-            "columns = {",
-            *(f"    {t.name!r}: {list(t.columns)!r}," for t in self.tables),
-            "}",
-        ]
-        return "\n".join(lines) + "\n"
-
-    @staticmethod
-    def from_json(text: str) -> NarrowTables:
-        """Reads `to_json` back."""
-        try:
-            fields = json.loads(text)
-        except ValueError as error:
-            raise ValueError(describe("narrow tables", "JSON", error)) from error
-        return NarrowTables._of_fields(fields)
-
-    @staticmethod
-    def from_yaml(text: str) -> NarrowTables:
-        """Reads `to_yaml` back."""
-        try:
-            fields = yaml.safe_load(text)
-        except (
-            yaml.YAMLError,
-            ValueError,
-            RecursionError,
-        ) as error:  # ValueError: dates that there are not
-            raise ValueError(describe("narrow tables", "YAML", error)) from error
-        return NarrowTables._of_fields(fields)
+        lines = ["from torchrec import EmbeddingBagConfig, PoolingType", "", "tables = ["]
+        tables = self._fields()["tables"]
+        for table in tables:
+            lines.append("    EmbeddingBagConfig(")
+            names = ("name", "num_embeddings", "embedding_dim", "feature_names")
+            lines += [f"        {name}={table[name]!r}," for name in names]
+            lines += [f"        pooling=PoolingType.{table['pooling'].upper()},", "    ),"]
+        columns = [f"    {table['name']!r}: {table['columns']!r}," for table in tables]
+        return "\n".join([*lines, "]", "columns = {", *columns, "}"]) + "\n"
 
     def _fields(self) -> dict[str, Any]:
-        tables = [
-            {
-                **asdict(table),
-                "feature_names": list(table.feature_names),
-                "columns": list(table.columns),
-            }
-            for table in self.tables
-        ]
-        return {
-            "format_version": _FORMAT_VERSION,
-            "is_weighted": self.is_weighted,
-            "tables": tables,
-        }
-
-    @staticmethod
-    def _of_fields(fields: Any) -> NarrowTables:
-        place = "narrow tables"
-        is_mapping = isinstance(fields, dict) and isinstance(fields.get("tables"), list)
-        check(is_mapping, place, "a mapping with format_version and tables", type(fields).__name__)
-        version = fields.get("format_version")
-        check(version == _FORMAT_VERSION, place, f"format_version {_FORMAT_VERSION}", version)
-        tables = []
-        for index, entry in enumerate(fields["tables"]):
-            _check_entry(entry, f"{place}, entry {index}")
-            lists = {field: tuple(entry[field]) for field in ("feature_names", "columns")}
-            tables.append(NarrowTable(**{**entry, **lists}))
-        return NarrowTables(tuple(tables), bool(fields.get("is_weighted", False)))
-
-
-def _check_entry(entry: Any, place: str) -> None:
-    """Fields of the right kind; what they say, `NarrowTable` checks."""
-    names = sorted(entry) if isinstance(entry, dict) else []
-    check(set(names) == set(FIELDS), place, f"fields {sorted(FIELDS)}", names)
-    for field, kind in FIELDS.items():
-        check(
-            type(entry[field]) is kind,
-            place,
-            f"{field} to be of type {kind.__name__}",
-            repr(entry[field]),
-        )
-    for field, kind in (("feature_names", str), ("columns", int)):
-        fits = all(type(value) is kind for value in entry[field])
-        check(fits, place, f"{field} to hold values of type {kind.__name__}", entry[field])
+        head = {"format_version": _FORMAT_VERSION, "is_weighted": self.is_weighted}
+        # through JSON, in which tuples are lists, as YAML wants them
+        tables = json.loads(json.dumps([asdict(table) for table in self.tables]))
+        return {**head, "tables": tables}
 
 
 def embedding_configs(
@@ -227,13 +132,9 @@ def embedding_configs(
     check(per in PER, "per", f"one of {PER}", repr(per))
     check(columns in COLUMNS, "columns", f"one of {COLUMNS}", repr(columns))
     tables = list(scheme.tables.values())
-    owners = sorted({(table.collection, table.is_weighted) for table in tables})
-    check(len(owners) == 1, "scheme", "the tables of one collection", [name for name, _ in owners])
+    check_one_collection(tables)
     narrow = [
-        _narrow(
-            table, table.name, table.num_embeddings, _columns(table, columns), table.feature_names
-        )
-        for table in tables
+        _narrow(t, t.name, t.num_embeddings, _columns(t, columns), t.feature_names) for t in tables
     ]
     if per == "block":
         names = get_embedding_names_by_table([table.config() for table in narrow])
@@ -245,34 +146,25 @@ def embedding_configs(
     return NarrowTables(tuple(narrow), tables[0].is_weighted)
 
 
-def _columns(table: TableScheme, name_to_read: str) -> Tensor:
+def _columns(table: TableScheme, choice: str) -> Tensor:
     """The columns of D that a table keeps for all of its rows, rising; ranked by how many rows
     retain them."""
     rows_of_column = (table.retained * table.routing.row_counts().unsqueeze(1)).sum(dim=0)
-    union, same_size = (
-        int((rows_of_column > 0).sum()),
-        -(-table.num_retained // table.num_embeddings),
-    )
+    count = -(-table.num_retained // table.num_embeddings)
+    if choice == "union":
+        count = int((rows_of_column > 0).sum())
     order = torch.argsort(rows_of_column, descending=True, stable=True)
-    return order[: max(1, union if name_to_read == "union" else same_size)].sort().values
+    return order[: max(1, count)].sort().values
 
 
 def _blocks(table: TableScheme, names: list[str]) -> list[NarrowTable]:
     """A table per block that stores something; `names` are those of what the table gives, one per
     feature."""
-    rows, dims = table.routing.row_counts().tolist(), table.dims.tolist()
-    blocks_stored = [s for s in range(table.routing.num_blocks) if rows[s] and dims[s]]
-    as_sum = replace(table, pooling="sum")
-    return [
-        _narrow(
-            as_sum,
-            f"{table.name}/b{s}",
-            rows[s],
-            table.columns(s),
-            tuple(f"{name}/b{s}" for name in names),
-        )
-        for s in blocks_stored
-    ]
+    as_sum, narrow = replace(table, pooling="sum"), []
+    for s, (num_rows, _) in table.stored_blocks().items():
+        features = tuple(f"{name}/b{s}" for name in names)
+        narrow.append(_narrow(as_sum, f"{table.name}/b{s}", num_rows, table.columns(s), features))
+    return narrow
 
 
 def _narrow(

@@ -86,8 +86,7 @@ class Gate:
                 for frame, _ in traceback.walk_stack(innermost)
                 if frame.f_code in self._codes
             ]
-            if any(call is self._model for call in calls) and not any(
-                call is self for call in calls
-            ):
+            is_inside = any(call is self for call in calls)
+            if not is_inside and any(call is self._model for call in calls):
                 return True
         return False

@@ -41,9 +41,7 @@ class HeldBuffers(nn.Module):
 
     def _hold(self) -> None:
         with torch.inference_mode(False):  # in which views would not own anything
-            self._views = [
-                buffer.view_as(buffer) for buffer in self._buffers.values() if buffer is not None
-            ]
+            self._views = [buffer.view_as(buffer) for buffer in self.buffers()]
         self.opened = None
 
     def _apply(self, *arguments: Any, **options: Any) -> HeldBuffers:
@@ -79,22 +77,16 @@ class PackedTable:
     row_counts: Tensor
 
     def __post_init__(self) -> None:
-        dtypes = {
-            "bits": torch.uint8,
-            "rows": torch.uint8,
-            "scales": torch.bfloat16,
-            "shifts": torch.int16,
-        }
+        dtypes = {"bits": torch.uint8, "rows": torch.uint8}
+        dtypes |= {"scales": torch.bfloat16, "shifts": torch.int16}
         for name, dtype in dtypes.items():
             value = getattr(self, name).dtype
             if value != dtype:
                 raise TypeError(describe(f"PackedTable.{name}", f"{dtype}", value))
         check_widths(self.bits, "PackedTable.bits")
-        num_blocks = self.directory.num_blocks
-        value = (*self.bits.shape[:1], *self.row_counts.shape)
-        check(
-            value == (num_blocks,) * 2, "PackedTable", f"bits and row counts of {num_blocks}", value
-        )
+        num_blocks, value = self.directory.num_blocks, (len(self.bits), *self.row_counts.shape)
+        requirement = f"bits and row counts of {num_blocks}"
+        check(value == (num_blocks,) * 2, "PackedTable", requirement, value)
         ends = self.first_bytes()[-1] + self.row_counts[-1:] * row_strides(self.bits)[-1:]
         shapes = {"rows": int(ends), "scales": self.num_coded, "shifts": self.num_coded}
         for name, size in shapes.items():
@@ -192,12 +184,9 @@ def check_num_bags(names: list[str], offsets: Tensor, batch_size: int) -> None:
     """Checks that a batch has as many bags as its batch size and its keys say."""
     # a batch size that is a symbol would be fixed by looking at it
     if type(batch_size) is int and offsets.numel() != len(names) * batch_size + 1:
-        check(
-            False,
-            name_features(names),
-            f"{len(names) * batch_size} lengths, one for each bag",
-            max(offsets.numel() - 1, 0),
-        )
+        requirement = f"{len(names) * batch_size} lengths, one for each bag"
+        text = describe(name_features(names), requirement, max(offsets.numel() - 1, 0))
+        raise ValueError(text)
 
 
 class _Layout(NamedTuple):
@@ -231,9 +220,7 @@ class PackedEmbeddingBagCollection(LogicalCollection):
             check_known("table", name, tables)
             _check_table(table, tables[name])
             parts = {"rows": tables[name].rows, "directory": tables[name].directory.directory}
-            buffers |= {
-                f"{name}/{part}": tensor for part, tensor in parts.items() if tensor.numel()
-            }
+            buffers |= {f"{name}/{key}": part for key, part in parts.items() if part.numel()}
         self._num_bytes = {name: tables[name].num_bytes for name in scheme.tables}
         # never none: AOTInductor hands an empty list of tensors over as None, which no operator
         # takes
@@ -276,20 +263,16 @@ class PackedEmbeddingBagCollection(LogicalCollection):
         )
 
     def _look_up(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        pooled_values = (
-            self._scripted(features) if torch.jit.is_scripting() else self._of_batch(features)
-        )
-        return KeyedTensor(keys=self._names, length_per_key=self._dims, values=pooled_values)
+        values = self._scripted(features) if torch.jit.is_scripting() else self._of_batch(features)
+        return KeyedTensor(keys=self._names, length_per_key=self._dims, values=values)
 
     def lookup(
         self, ids: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None
     ) -> Tensor:
         """Looks bags up from plain tensors, as nn.EmbeddingBag takes them: for callers that have no
         KeyedJaggedTensor."""
-        batch_size = self._logical.batch_size_of(offsets, per_sample_weights)
-        return self._pooled(
-            ids, offsets, per_sample_weights, None, batch_size, self._logical.features
-        )
+        size, names = self._logical.batch_size_of(offsets, per_sample_weights), self._features
+        return self._pooled(ids, offsets, per_sample_weights, None, size, names)
 
     def _of_batch(self, features: KeyedJaggedTensor) -> Tensor:
         """Pooled embeddings of a batch whose keys may stand in any order, ``(B, sum of D over
@@ -297,11 +280,8 @@ class PackedEmbeddingBagCollection(LogicalCollection):
         logical = self._logical
         names = features.keys()
         keys = None if names == logical.features else logical.positions(features)
-        weights, offsets, batch_size = (
-            logical.weights_of(features),
-            features.offsets(),
-            features.stride(),
-        )
+        weights, offsets = logical.weights_of(features), features.offsets()
+        batch_size = features.stride()
         if keys is not None:  # else the operator sees that there are as many as features
             check_num_bags(names, offsets, batch_size)
         return self._pooled(features.values(), offsets, weights, keys, batch_size, names)
@@ -350,12 +330,10 @@ class PackedEmbeddingBagCollection(LogicalCollection):
             if bags[0] is not ids or bags[1] is not weights:
                 return self._pooled(bags[0], offsets, bags[1], keys, batch_size, names)
             if not self._zero_unknown:
+                ends = [int(offsets[key * batch_size]) for key in range(len(names) + 1)]
                 positions = range(len(self._logical.features)) if keys is None else keys
-                bounds = [
-                    (int(offsets[key * batch_size]), int(offsets[(key + 1) * batch_size]))
-                    for key in positions
-                ]
-                name_unknown_id(self._logical, [ids[first:last] for first, last in bounds])
+                of_keys = [ids[ends[key] : ends[key + 1]] for key in positions]
+                name_unknown_id(self._logical, of_keys)
             raise
 
     def _read(
@@ -373,11 +351,8 @@ class PackedEmbeddingBagCollection(LogicalCollection):
         # takes longer to find a part by attribute than a lookup of one bag takes.
         modules: Any = self._modules
         tables, outputs = modules["tables"], modules["outputs"]
-        bags = (
-            ids.contiguous(),
-            offsets.contiguous(),
-            None if weights is None else weights.contiguous(),
-        )
+        weights = None if weights is None else weights.contiguous()
+        bags = ids.contiguous(), offsets.contiguous(), weights
         buffers = [*tables._buffers.values(), *outputs._buffers.values()]
         # A graph that outlives this process takes the buffers, and no number of this process.
         if type(ids) is Tensor and not (torch.compiler.is_compiling() or torch.jit.is_tracing()):
@@ -417,10 +392,6 @@ class PackedEmbeddingBagCollection(LogicalCollection):
         super().__setstate__(state)
         load_operator()
 
-    def table_bytes(self) -> int:
-        """Bytes of all tables: rows, scales, shifts, bits and directories."""
-        return sum(self._num_bytes.values())
-
     def bytes_of_table(self, name: str) -> int:
         """Bytes of one table: rows, scales, shifts, bits and directory."""
         return self._num_bytes[name]
@@ -438,9 +409,8 @@ class PackedEmbeddingBagCollection(LogicalCollection):
     def bit_fields(self) -> dict[str, Tensor]:
         """The rows of every table as they lie in memory, ``(bytes,)`` uint8."""
         buffers, no_bytes = self.tables._buffers, torch.empty(0, dtype=torch.uint8)
-        return {
-            name: cast(Tensor, buffers.get(f"{name}/rows", no_bytes)) for name in self.schemes()
-        }
+        names = self.schemes()
+        return {name: cast(Tensor, buffers.get(f"{name}/rows", no_bytes)) for name in names}
 
 
 def _block_rows(table: PackedTable, first_group: int, groups_per_block: int) -> list[list[int]]:
@@ -461,13 +431,7 @@ def _check_table(table: TableScheme, table_of_fields: PackedTable) -> None:
     place, shape = f"table {table.name!r}", (table.num_embeddings, *table.retained.shape)
     value = (table_of_fields.directory.num_embeddings, *table_of_fields.bits.shape)
     check(value == shape, place, f"rows, blocks and columns {shape}", value)
-    check(
-        table_of_fields.bits.equal(table.column_bits()), place, "the bits of the scheme", "others"
-    )
-    counts = table.routing.row_counts()
-    check(
-        table_of_fields.row_counts.equal(counts),
-        place,
-        f"blocks of {counts.tolist()} rows",
-        "others",
-    )
+    is_same, counts = table_of_fields.bits.equal(table.column_bits()), table.routing.row_counts()
+    check(is_same, place, "the bits of the scheme", "others")
+    is_same, requirement = table_of_fields.row_counts.equal(counts), f"{counts.tolist()} rows"
+    check(is_same, place, f"blocks of {requirement}", "others")

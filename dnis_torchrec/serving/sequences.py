@@ -29,9 +29,8 @@ def is_unpooled(scheme: MixedDimensionScheme) -> bool:
 
 def table_of_single_ids(table: TableScheme) -> MixedDimensionScheme:
     """The scheme of a pooled collection of one table, whose only feature has the table's name."""
-    return MixedDimensionScheme(
-        {table.name: replace(table, pooling="sum", feature_names=(table.name,))}
-    )
+    single = replace(table, pooling="sum", feature_names=(table.name,))
+    return MixedDimensionScheme({table.name: single})
 
 
 def bags_of_single_ids(key: str, ids: Tensor, num_empty: int = 0) -> KeyedJaggedTensor:
@@ -56,9 +55,8 @@ class ServedEmbeddingCollection(ServedCollection, EmbeddingCollectionInterface):
     ) -> None:
         super().__init__()
         for name, table in scheme.tables.items():
-            check(
-                table.pooling == "none", f"table {name!r}", "one that is not pooled", table.pooling
-            )
+            place, kind = f"table {name!r}", table.pooling
+            check(kind == "none", place, "one that is not pooled", kind)
             check_known("table", name, tables)
         self._schemes = list(scheme.tables.values())
         self._configs = [
@@ -146,9 +144,7 @@ class ServedEmbeddingCollection(ServedCollection, EmbeddingCollectionInterface):
 
     def bit_fields(self) -> dict[str, Tensor]:
         """The rows of every packed table as they lie in memory, ``(bytes,)`` uint8."""
-        modules = self.tables.values()
-        return {
-            name: rows
-            for module in modules
-            for name, rows in cast(Any, module).bit_fields().items()
-        }
+        tables: dict[str, Tensor] = {}
+        for module in self.tables.values():
+            tables |= cast(Any, module).bit_fields()
+        return tables

@@ -31,11 +31,6 @@ class PackedSharder(ModuleSharder[PackedEmbeddingBagCollection]):
     It takes the collections of sequences and of ``unknown_ids="mean"``, too, whose packed tables
     are modules of their own. The planner sees a table as so many float32 rows as its packed bytes
     make, so that its shares of rows are shares of bytes.
-
-    Example:
-        >>> from dnis_torchrec.serving import PackedSharder
-        >>> PackedSharder().sharding_types("cpu")
-        ['table_wise', 'row_wise']
     """
 
     @property
@@ -273,10 +268,6 @@ class ShardedPackedEmbeddingBagCollection(LogicalCollection):
             if isinstance(module, PackedEmbeddingBagCollection) and name in module.schemes()
         )
 
-    def table_bytes(self) -> int:
-        """Bytes of all tables that this process holds."""
-        return sum(self.bytes_of_table(name) for name in self.schemes())
-
     def _look_up(self, features: KeyedJaggedTensor) -> KeyedTensor:
         try:
             batch = self._batch_of(features)
@@ -305,9 +296,8 @@ class ShardedPackedEmbeddingBagCollection(LogicalCollection):
                 of_rank.append(unique[:0])
             for shard, begin, end in zip(shards, ends, ends[1:], strict=False):
                 rows[shard.rank][-1] = unique[begin:end] - shard.first
-            for f, of_feature in zip(
-                positions, place.split([counts[f] for f in positions]), strict=True
-            ):
+            places = place.split([counts[f] for f in positions])
+            for f, of_feature in zip(positions, places, strict=True):
                 ids[f] = of_feature
         requests, sizes = [], []
         for positions, of_tables in zip(self._positions, rows, strict=True):
@@ -319,14 +309,8 @@ class ShardedPackedEmbeddingBagCollection(LogicalCollection):
             width = sum(self._dims[f] for f in positions)
             of_rows = [n * dim for n, dim in zip(num_rows, self._dims_of_split, strict=True)]
             sizes.append([bags.stride() * width, *of_rows])
-        return _Batch(
-            size=bags.stride(),
-            offsets=bags.offsets(),
-            ids=torch.cat(ids),
-            weights=weights,
-            requests=requests,
-            sizes=sizes,
-        )
+        offsets = bags.offsets()
+        return _Batch(bags.stride(), offsets, torch.cat(ids), weights, requests, sizes)
 
     def _answers(self, batch: _Batch) -> list[Tensor]:
         """The answer of every rank."""

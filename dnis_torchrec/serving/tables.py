@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -47,24 +47,11 @@ class LogicalTables:
         check(bool(tables), "scheme", "at least one table", "none")
         names = [table.name for table in tables]
         check(names == list(scheme.tables), "scheme", "every table under its own name", names)
-        owners = sorted({(table.collection, table.is_weighted) for table in tables})
-        remedy = "build one module for each collection"
-        check(
-            len(owners) == 1,
-            "scheme",
-            "the tables of one collection",
-            [name for name, _ in owners],
-            remedy,
-        )
+        check_one_collection(tables)
         remedy = "serve it by a ServedEmbeddingCollection"
         for table in tables:
-            check(
-                table.pooling != "none",
-                f"table {table.name!r}",
-                "a table that is pooled",
-                "none",
-                remedy,
-            )
+            place, is_pooled = f"table {table.name!r}", table.pooling != "none"
+            check(is_pooled, place, "a table that is pooled", "none", remedy)
         configs = [
             replace(torchrec_config(table, table.embedding_dim), name=table.table_name)
             for table in tables
@@ -101,12 +88,8 @@ class LogicalTables:
     def weights_of(self, features: KeyedJaggedTensor) -> Tensor | None:
         """The per-sample weights, if the collection takes any."""
         weights = features.weights_or_none() if self.is_weighted else None
-        check(
-            not self.is_weighted or weights is not None,
-            "KeyedJaggedTensor",
-            "per-sample weights",
-            "none",
-        )
+        fits = not self.is_weighted or weights is not None
+        check(fits, "KeyedJaggedTensor", "per-sample weights", "none")
         return weights
 
     def batch_size_of(self, offsets: Tensor, weights: Tensor | None) -> int:
@@ -115,33 +98,18 @@ class LogicalTables:
         batch_size = (offsets.numel() - 1) // num_features
         if torch.compiler.is_compiling():  # sizes are symbols then, and a check would fix them
             return batch_size
-        is_whole = (
-            offsets.dim() == 1
-            and offsets.numel() == num_features * batch_size + 1
-            and batch_size >= 0
-        )
-        if (
-            not is_whole
-            or offsets.dtype not in INTEGERS
-            or (weights is not None) != self.is_weighted
-        ):
-            self._refuse_plain(offsets, weights, is_whole=is_whole)
-        return batch_size
-
-    def _refuse_plain(self, offsets: Tensor, weights: Tensor | None, *, is_whole: bool) -> None:
-        """Says what is wrong with bags given as plain tensors: a lookup of one bag has no time for
-        three checks."""
-        requirement = f"{len(self.features)} times the batch size and one more"
-        check(
-            is_whole,
-            "offsets",
-            requirement,
-            offsets.numel() if offsets.dim() == 1 else tuple(offsets.shape),
-        )
+        is_whole = offsets.dim() == 1 and offsets.numel() == num_features * batch_size + 1
+        is_whole = is_whole and batch_size >= 0
+        has_weights = weights is not None
+        if is_whole and offsets.dtype in INTEGERS and has_weights == self.is_weighted:
+            return batch_size  # a lookup of one bag has no time for three checks
+        requirement = f"{num_features} times the batch size and one more"
+        actual = offsets.numel() if offsets.dim() == 1 else tuple(offsets.shape)
+        check(is_whole, "offsets", requirement, actual)
         check(offsets.dtype in INTEGERS, "offsets", "int32 or int64", offsets.dtype)
         value = "some" if weights is not None else "none"
         requirement = "some" if self.is_weighted else "none: the collection is not weighted"
-        check(False, "per_sample_weights", requirement, value)
+        raise ValueError(describe("per_sample_weights", requirement, value))
 
     @property
     def is_mean(self) -> list[bool]:
@@ -168,28 +136,15 @@ def divide_means_(
     return pooled_values
 
 
-class _Table(Protocol):
-    """A table as schemes and narrow tables describe it."""
-
-    @property
-    def name(self) -> str:
-        """Name of the table."""
-
-    @property
-    def num_embeddings(self) -> int:
-        """N."""
-
-    @property
-    def feature_names(self) -> Sequence[str]:
-        """Features that read it."""
-
-    @property
-    def pooling(self) -> str:
-        """``"sum"`` or ``"mean"``."""
+def check_one_collection(tables: Sequence[TableScheme]) -> None:
+    """Checks that a scheme is that of one collection."""
+    owners = sorted({(table.collection, table.is_weighted) for table in tables})
+    requirement, remedy = "the tables of one collection", "take those of each by themselves"
+    check(len(owners) == 1, "scheme", requirement, [name for name, _ in owners], remedy)
 
 
-def torchrec_config(table: _Table, embedding_dim: int) -> EmbeddingBagConfig:
-    """A table as TorchRec describes it."""
+def torchrec_config(table: Any, embedding_dim: int) -> EmbeddingBagConfig:
+    """A table, as a scheme or `NarrowTable` describes it, as TorchRec does."""
     return EmbeddingBagConfig(
         name=table.name,
         num_embeddings=table.num_embeddings,
@@ -214,10 +169,8 @@ def checked_bags(
     if offsets is None:
         check_bags(features)
     # FBGEMM's operators take numbers for neighbours, whatever strides say
-    ids, lengths = (
-        integer_ids(features.values(), keys).long().contiguous(),
-        features.lengths().contiguous(),
-    )
+    ids = integer_ids(features.values(), keys).long().contiguous()
+    lengths = features.lengths().contiguous()
     if weights is not None:
         weights = weights.float().contiguous()
     if order is not None:
@@ -227,13 +180,8 @@ def checked_bags(
         )
         lengths = lengths.view(-1)
     if offsets is None:
-        ids = _rows_of(
-            ids,
-            lengths.view(len(logical.features), batch_size).sum(dim=1),
-            logical,
-            limits,
-            unknown,
-        )
+        counts = lengths.view(len(logical.features), batch_size).sum(dim=1)
+        ids = _rows_of(ids, counts, logical, limits, unknown)
     return KeyedJaggedTensor(
         keys=logical.names,
         values=ids,
@@ -284,9 +232,8 @@ def _rows_of(
     limit = torch.repeat_interleave(limits, counts, output_size=ids.numel())
     is_row = (ids >= 0) & (ids < limit)
     if unknown is not None:
-        return torch.where(
-            is_row, ids, torch.repeat_interleave(unknown, counts, output_size=ids.numel())
-        )
+        unknown = torch.repeat_interleave(unknown, counts, output_size=ids.numel())
+        return torch.where(is_row, ids, unknown)
     if torch.compiler.is_exporting():
         # AOTInductor leaves `_assert_async` out on a CPU, but not the check of a number
         torch._check((~is_row).sum().item() == 0)
@@ -301,15 +248,11 @@ def name_unknown_id(logical: LogicalTables, ids: tuple[Tensor, ...] | list[Tenso
     """Raises with table, feature and id if one of the ids is unknown."""
     for table, feature, of_feature in zip(logical.tables, logical.features, ids, strict=True):
         unknown = of_feature[(of_feature < 0) | (of_feature >= table.num_embeddings)]
-        requirement = (
-            f"ids in 0..{table.num_embeddings - 1} (num_embeddings={table.num_embeddings})"
-        )
-        place, remedy = (
-            f"table {table.name!r}, feature {feature!r}",
-            "hash ids as before, or take unknown_ids='zero'",
-        )
         if unknown.numel():
-            check(False, place, requirement, f"id {int(unknown[0])}", remedy)
+            rows, place = table.num_embeddings, f"table {table.name!r}, feature {feature!r}"
+            requirement = f"ids in 0..{rows - 1} (num_embeddings={rows})"
+            remedy = "hash ids as before, or take unknown_ids='zero'"
+            raise ValueError(describe(place, requirement, f"id {int(unknown[0])}", remedy))
 
 
 def padded(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -449,6 +392,10 @@ class LogicalCollection(ServedCollection, EmbeddingBagCollectionInterface):
         """Bytes of one table, with the index that says where its values are."""
         raise NotImplementedError
 
+    def table_bytes(self) -> int:
+        """Bytes of all tables that this process holds."""
+        return sum(self.bytes_of_table(name) for name in self.schemes())
+
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The logical tables: N rows of D, as before pruning; what DLRM and its like read."""
         return self._logical.configs
@@ -476,14 +423,9 @@ class MeanForUnknownIds(LogicalCollection):
 
     def __init__(self, scheme: MixedDimensionScheme, collection: LogicalCollection) -> None:
         super().__init__(scheme, unknown_ids="zero")
+        requirement = "one in which unknown ids contribute zero"
         remedy = "build it with unknown_ids='zero'"
-        check(
-            collection._zero_unknown,
-            "collection",
-            "one in which unknown ids contribute zero",
-            "an error",
-            remedy,
-        )
+        check(collection._zero_unknown, "collection", requirement, "an error", remedy)
         self.collection = collection
         device = collection.device
         self.register_buffer("limits", self._logical.limits().to(device), persistent=False)
@@ -502,19 +444,12 @@ class MeanForUnknownIds(LogicalCollection):
         pooled_values = output.values()
         lengths, ids, weights = bags.lengths().long(), bags.values(), bags.weights_or_none()
         per_bag = lengths.view(len(self._names), bags.stride())
-        is_unknown = ids == torch.repeat_interleave(
-            self.limits, per_bag.sum(1), output_size=ids.numel()
-        )
-        weight_of_id = (
-            is_unknown.to(pooled_values.dtype) if weights is None else is_unknown * weights
-        )
+        limits = torch.repeat_interleave(self.limits, per_bag.sum(1), output_size=ids.numel())
+        is_unknown = ids == limits
+        share = is_unknown.to(pooled_values.dtype) if weights is None else is_unknown * weights
         bag_of_id = torch.repeat_interleave(lengths, output_size=ids.numel())
-        shares = (
-            weight_of_id.new_zeros(lengths.numel())
-            .index_add_(0, bag_of_id, weight_of_id)
-            .view_as(per_bag)
-        )
-        first = 0
+        sums = share.new_zeros(lengths.numel()).index_add_(0, bag_of_id, share)
+        shares, first = sums.view_as(per_bag), 0
         for position, dim in enumerate(self._dims):
             share = shares[position]
             if self._is_mean[position]:
@@ -530,15 +465,13 @@ class MeanForUnknownIds(LogicalCollection):
     @torch.no_grad()
     def _mean_of(self, table: TableScheme, device: torch.device) -> Tensor:
         """m of a table, ``(D,)``."""
-        total, blocks_kept = (
-            torch.zeros(table.embedding_dim, dtype=torch.float64),
-            table.retained.any(dim=1).nonzero(),
-        )
-        num_rows = int(table.routing.row_counts()[blocks_kept[-1]]) if len(blocks_kept) else 0
+        total = torch.zeros(table.embedding_dim, dtype=torch.float64)
+        last = table.retained.any(dim=1).nonzero()[-1:]  # none where no block retains a column
+        num_rows = int(table.routing.row_counts()[last].sum())
         if not num_rows:
             return total.float().to(device)
         for rows, blocks in table.routing.blocks_of_all():
-            cold = rows.start + (blocks == blocks_kept[-1]).nonzero().squeeze(1)
+            cold = rows.start + (blocks == last[0]).nonzero().squeeze(1)
             for ids in cold.split(ROWS_OF_A_BAG * BAGS_AT_A_TIME):
                 total += self._sum_of(table, ids.to(device)).cpu()
         return (total / num_rows).float().to(device)
@@ -557,7 +490,6 @@ class MeanForUnknownIds(LogicalCollection):
         weights = torch.ones(len(ids), device=ids.device) if self.is_weighted() else None
         bags = KeyedJaggedTensor(keys, ids, weights, torch.cat(of_keys), stride=len(lengths))
         pooled_values = cast(KeyedTensor, self.collection(bags)).values()
-        sums = pooled_values.narrow(
-            1, logical.first_columns[position], table.embedding_dim
-        ).double()
+        first = logical.first_columns[position]
+        sums = pooled_values.narrow(1, first, table.embedding_dim).double()
         return (sums * lengths.unsqueeze(1) if table.pooling == "mean" else sums).sum(0)

@@ -42,11 +42,8 @@ class BagRouter(nn.Module):
         num_features, num_blocks = len(logical.features), self.cuts.shape[1] - 1
         slots = [s * num_features + feature for feature, s in places]
         is_complete = slots == list(range(num_blocks * num_features))
-        self.register_buffer(
-            "places",
-            None if is_complete else torch.tensor(slots, dtype=torch.int32),
-            persistent=False,
-        )
+        order = None if is_complete else torch.tensor(slots, dtype=torch.int32)
+        self.register_buffer("places", order, persistent=False)
         self.register_buffer("unit", torch.ones(num_features, dtype=torch.int64), persistent=False)
         self._map_of_feature = self._register_maps()
 
@@ -80,10 +77,9 @@ class BagRouter(nn.Module):
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Cuts every bag."""
         if torch.jit.is_scripting():
-            keys, names, zero_unknown = self._features, self._names, self._zero_unknown
-            bags = scripted_bags(
-                features, keys, names, self.limits, zero_unknown, self._is_weighted
-            )
+            keys, names, limits = self._features, self._names, self.limits
+            zero, is_weighted = self._zero_unknown, self._is_weighted
+            bags = scripted_bags(features, keys, names, limits, zero, is_weighted)
         else:
             unknown = self.limits if self._zero_unknown else None
             bags = checked_bags(features, self._logical, self.limits, unknown)
@@ -100,9 +96,8 @@ class BagRouter(nn.Module):
         )
         places = self.places
         if places is not None:
-            lengths = lengths.view(
-                num_blocks * self.cuts.shape[0], batch_size
-            )  # of 0 samples -1 has no meaning
+            num_bags = num_blocks * self.cuts.shape[0]  # of 0 samples -1 has no meaning
+            lengths = lengths.view(num_bags, batch_size)
             lengths, ids, weights = torch.ops.fbgemm.permute_2D_sparse_data(
                 places, lengths, ids, weights
             )
@@ -152,10 +147,8 @@ class BlockMerge(nn.Module):
             first += rounded_up(len(of_block), dim_multiple)
         none = [torch.empty(0, dtype=torch.int64)]
         self.register_buffer("columns", torch.cat(columns or none), persistent=False)
-        is_whole = first == self.columns.numel()
-        self.register_buffer(
-            "real_columns", None if is_whole else torch.cat(real_columns), persistent=False
-        )
+        without_padding = None if first == len(self.columns) else torch.cat(real_columns)
+        self.register_buffer("real_columns", without_padding, persistent=False)
 
     def forward(self, pooled_values: KeyedTensor | None, features: KeyedJaggedTensor) -> Tensor:
         """Merges the blocks' parts."""
@@ -181,40 +174,23 @@ def block_tables(table: TableScheme, chunks: Iterable[Tensor]) -> dict[int, Tens
     shapes = table.stored_blocks()
     tables = {s: torch.empty(shape) for s, shape in shapes.items()}
     columns = {s: table.columns(s) for s in shapes}
-    counts = dict.fromkeys(shapes, 0)
-    first = 0
+    counts, first, place = dict.fromkeys(shapes, 0), 0, f"table {table.name!r}"
     for chunk in chunks:
         last = first + len(chunk)
-        fits = (
-            chunk.dim() == 2
-            and chunk.shape[1] == table.embedding_dim
-            and last <= table.num_embeddings
-        )
+        fits = chunk.shape[1:] == (table.embedding_dim,) and last <= table.num_embeddings
         requirement = f"rows of shape ({table.num_embeddings}, {table.embedding_dim})"
-        check(
-            fits,
-            f"table {table.name!r}",
-            requirement,
-            f"rows {first}..{last - 1} of shape {tuple(chunk.shape)}",
-        )
+        text = f"rows {first}..{last - 1} of shape {tuple(chunk.shape)}"
+        check(fits, place, requirement, text)
         blocks = table.routing.block_of(torch.arange(first, last))
         for s in blocks.unique().tolist():
             if s in tables:
                 rows = (blocks == s).nonzero().squeeze(1).to(chunk.device)
-                part = (
-                    chunk.detach()
-                    .index_select(0, rows)
-                    .index_select(1, columns[s].to(chunk.device))
-                )
+                part = chunk.detach().index_select(0, rows)
+                part = part.index_select(1, columns[s].to(chunk.device))
                 tables[s][counts[s] : counts[s] + len(rows)] = part
                 counts[s] += len(rows)
         first = last
-    check(
-        first == table.num_embeddings,
-        f"table {table.name!r}",
-        f"{table.num_embeddings} rows",
-        first,
-    )
+    check(first == table.num_embeddings, place, f"{table.num_embeddings} rows", first)
     return tables
 
 
@@ -239,9 +215,8 @@ def draw_new_rows(table: TableScheme, chunks: Iterable[Tensor]) -> Iterator[Tens
     first, bound = 0, table.num_embeddings**-0.5
     for chunk in chunks:
         last = first + len(chunk)
-        if (
-            chunk.dim() == 2 and last <= table.num_embeddings
-        ):  # else `block_tables` says what is wrong
+        # else `block_tables` says what is wrong
+        if chunk.dim() == 2 and last <= table.num_embeddings:
             is_new = table.routing.block_of(torch.arange(first, last)) == table.routing.num_blocks
             if is_new.any():
                 drawn = torch.empty(chunk.shape).uniform_(-bound, bound).to(chunk)
@@ -271,33 +246,8 @@ class MixedDimensionEmbeddingBagCollection(LogicalCollection):
     nothing contribute zero.
 
     It is to train further, alone or under DistributedModelParallel: the sharder finds the stock
-    collection inside, ``.blocks``, and what is pruned stays pruned because it does not exist.
-    Routing and merging are local and replicated; the collectives are those of the sharded
-    collection. To serve, `PackedEmbeddingBagCollection` reads the same values faster.
-
-    Args:
-        scheme: the tables of ONE collection of a model.
-        device: where the blocks' tables live, torch's default; ``"meta"`` leaves them without
-            memory until `load_block`, the routing being real all the same.
-        dim_multiple: widths of the blocks' tables are rounded up to it. TorchRec's fused kernels
-            want 4; the dense kernel (data_parallel), and serving, want no more than 1.
-        unknown_ids: ids below 0 or from N on raise (``"error"``) or contribute zero (``"zero"``;
-            they count in L).
-
-    Example:
-        >>> from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-        >>> from dnis_torchrec.blocks.routing import RowRouting
-        >>> table = TableScheme(name="t", collection="ebc", num_embeddings=3, embedding_dim=2,
-        ...     pooling="sum", feature_names=("f",), is_weighted=False,
-        ...     routing=RowRouting(3, 2, boundaries=torch.tensor([0, 1, 3])),
-        ...     retained=torch.tensor([[True, True], [False, True]]), num_retained=4)
-        >>> weight = torch.tensor([[1.0, 2.0], [0.0, 4.0], [0.0, 6.0]])
-        >>> ebc = MixedDimensionEmbeddingBagCollection.from_tables(
-        ...     MixedDimensionScheme({"t": table}), {"t": weight})
-        >>> kjt = KeyedJaggedTensor(
-        ...     keys=["f"], values=torch.tensor([0, 2, 1]), lengths=torch.tensor([2, 1]))
-        >>> ebc(kjt).to_dict()["f"].tolist()
-        [[1.0, 8.0], [0.0, 4.0]]
+    collection inside, ``.blocks``. Widths of its tables are multiples of `dim_multiple`, of which
+    TorchRec's fused kernels want 4. To serve, `PackedEmbeddingBagCollection` is faster.
     """
 
     def __init__(
@@ -323,36 +273,28 @@ class MixedDimensionEmbeddingBagCollection(LogicalCollection):
         self.register_buffer("scheme_sha256", torch.tensor(self._digest, dtype=torch.uint8))
         shapes = {name: table.stored_blocks() for name, table in scheme.tables.items()}
         most = max(table.routing.num_blocks for table in scheme.tables.values())
-        self._stored = [
-            (name, s) for s in range(most) for name in scheme.tables if s in shapes[name]
-        ]
-        readers = [
-            (index, s)
-            for s in range(most)
-            for index, table in enumerate(self._logical.tables)
-            if s in shapes[table.name]
-        ]
-        self._physical = [
-            EmbeddingBagConfig(
-                name=f"{name}/b{s}",
-                num_embeddings=shapes[name][s][0],
-                embedding_dim=rounded_up(shapes[name][s][1], dim_multiple),
-                feature_names=[
-                    f"{self._logical.names[index]}/b{s}"
-                    for index, table in enumerate(self._logical.tables)
-                    if table.name == name
-                ],
-            )
-            for name, s in self._stored
-        ]
+        by_feature, names = list(enumerate(self._logical.tables)), self._logical.names
+        readers = [(i, s) for s in range(most) for i, t in by_feature if s in shapes[t.name]]
+        self._physical, self._stored = list[EmbeddingBagConfig](), list[tuple[str, int]]()
+        for s in range(most):
+            for table in (name for name in scheme.tables if s in shapes[name]):
+                num_rows, dim = shapes[table][s]
+                features = [f"{names[i]}/b{s}" for i, t in by_feature if t.name == table]
+                self._physical.append(
+                    EmbeddingBagConfig(
+                        name=f"{table}/b{s}",
+                        num_embeddings=num_rows,
+                        embedding_dim=rounded_up(dim, dim_multiple),
+                        feature_names=features,
+                    )
+                )
+                self._stored.append((table, s))
         self.router = BagRouter(self._logical, readers, unknown_ids=unknown_ids)
         self.merge = BlockMerge(self._logical, readers, dim_multiple=dim_multiple)
         self.blocks: EmbeddingBagCollection | None = None
         if self._physical:
             is_weighted = self._logical.is_weighted
-            self.blocks = EmbeddingBagCollection(
-                tables=self._physical, is_weighted=is_weighted, device=place
-            )
+            self.blocks = EmbeddingBagCollection(self._physical, is_weighted, place)
             self._fill_padding(place)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
@@ -394,21 +336,14 @@ class MixedDimensionEmbeddingBagCollection(LogicalCollection):
         with the values that they have.
         ``new_rows=False`` gives such rows no place, as in exported tables: they are zero for good.
         """
-        cut_schemes = {
-            name: table.with_new_rows() if new_rows else table
-            for name, table in scheme.tables.items()
-        }
-        module = cls(
-            MixedDimensionScheme(cut_schemes),
-            device="meta",
-            dim_multiple=dim_multiple,
-            unknown_ids=unknown_ids,
-        )
+        schemes = dict(scheme.tables)
+        if new_rows:
+            schemes = {name: table.with_new_rows() for name, table in schemes.items()}
+        options: dict[str, Any] = {"dim_multiple": dim_multiple, "unknown_ids": unknown_ids}
+        module = cls(MixedDimensionScheme(schemes), device="meta", **options)
         for name, table in scheme.tables.items():
             check_known("table", name, tables)
-            chunks: Iterable[Tensor] = (
-                tables[name].detach().split(rows_per_chunk(table.embedding_dim))
-            )
+            chunks: Iterable[Tensor] = tables[name].split(rows_per_chunk(table.embedding_dim))
             chunks = draw_new_rows(table, chunks) if new_rows else chunks
             module.load_table(name, chunks, device)
         return module.to(device)
@@ -430,9 +365,8 @@ class MixedDimensionEmbeddingBagCollection(LogicalCollection):
         bag = self.blocks.embedding_bags[f"{table}/b{block}"]
         if bag.weight.is_meta:
             padding = bag.weight.shape[1] - shape[1]
-            bag.weight = nn.Parameter(
-                nn.functional.pad(weight, (0, padding)) if padding else weight
-            )
+            weight = nn.functional.pad(weight, (0, padding)) if padding else weight
+            bag.weight = nn.Parameter(weight)
             self.blocks._device = weight.device
         else:
             with torch.no_grad():
@@ -476,16 +410,12 @@ class MixedDimensionEmbeddingBagCollection(LogicalCollection):
     def _check_block(self, table: str, block: int) -> tuple[str, tuple[int, int]]:
         """Place of a stored block in errors, and its shape ``(rows, R)``."""
         check_known("table", table, self._scheme.tables)
-        place, shapes = (
-            f"table {table!r}, block {block}",
+        shapes, place = (
             self._scheme.tables[table].stored_blocks(),
+            f"table {table!r}, block {block}",
         )
         check(block in shapes, place, "a block with rows and retained dims", "one without")
         return place, shapes[block]
-
-    def physical_embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """The tables that exist: ``"<table>/b<s>"`` with a block's rows and its columns."""
-        return self._physical
 
     def bytes_of_table(self, name: str) -> int:
         """Bytes of one table's blocks, on whatever device, and of what tells where values are."""
