@@ -74,11 +74,10 @@ class AlphaOptimizer:
         self._averages = {dim: torch.zeros_like(alpha.of(dim)) for dim in alpha.dims}
         self._dead = {dim: torch.zeros_like(alpha.of(dim), dtype=torch.bool) for dim in alpha.dims}
         self.learning_rate = LEARNING_RATE
-        self.last_density = alpha.density(self._rows)
 
-    def density(self) -> float:
+    def density(self) -> Tensor:
         """Share of the tables' values, of rows that training saw, whose alpha is not zero."""
-        return float(self._alpha.density(self._rows))
+        return self._alpha.density(self._rows)
 
     def mean(self) -> float:
         """Mean of alpha over the same values."""
@@ -90,7 +89,6 @@ class AlphaOptimizer:
         for dim, mask in columns.items():
             self._dead[dim] |= ~mask.to(self._dead[dim].device)
             self._alpha.of(dim).masked_fill_(self._dead[dim], 0.0)
-        self.last_density = self._alpha.density(self._rows)
 
     @torch.no_grad()
     def step(self, gradients: Mapping[int, Tensor], hits: Mapping[int, Tensor]) -> None:
@@ -104,19 +102,11 @@ class AlphaOptimizer:
             pushes_out = ((alpha >= 1) & (average < 0)) | ((alpha <= self._floor) & (average > 0))
             average.masked_fill_(pushes_out, 0.0)
             alpha.masked_fill_(self._dead[dim], 0.0)
-        self.last_density = self._alpha.density(self._rows)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything a continued search needs, as tensors."""
+        """Everything a continued search needs, as live tensors, which are also read in place."""
         kinds = {"average": self._averages, "dead": self._dead}
         return {f"{kind}/{dim}": kinds[kind][dim] for dim in self._alpha.dims for kind in kinds}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restores what `state_dict` gave."""
-        for dim in self._alpha.dims:
-            self._averages[dim].copy_(state[f"average/{dim}"])
-            self._dead[dim].copy_(state[f"dead/{dim}"])
-        self.last_density = self._alpha.density(self._rows)
 
 
 @dataclass
@@ -136,22 +126,15 @@ class _SharedGradient:
 
 
 class BilevelTrainPipeline(SavedTrainPipeline, PrefetchingTrainPipeline):
-    """Interleaves lower and upper steps of the bi-level problem (paper, eq. 5 and 6).
+    """Interleaves lower and upper steps of the bi-level problem (paper, eq. 5 and 6), of first
+    order; the model is a prepared, sharded one that returns ``(loss, output)`` of a batch.
 
-        min over alpha of L_validation(Theta*(alpha), alpha),   Theta* = argmin over Theta of
-        L_train(Theta, alpha)
-
-    L_train is all that the model returns as its loss, a `TrainTask`'s L2 penalty included;
-    L_validation is the data's loss alone. An upper step takes Theta for Theta* (first order).
-    `SearchLoop` has one, and is what most loops want.
-
-    Distributed: tables and dense weights as TorchRec distributes them; alpha is replicated. An
-    upper step all-reduces one flat tensor while the next batch's input_dist begins, so every rank
-    takes the same step, or stops.
-
-    The model is DistributedModelParallel around a prepared one whose forward takes a batch and
-    returns ``(loss, output)``.
+    Distributed: alpha is replicated. An upper step all-reduces one flat tensor while the next
+    batch's input_dist begins, so every rank takes the same step, or stops.
     """
+
+    # A lower step learns from all that the model returns as its loss, a `TrainTask`'s L2 penalty
+    # included; an upper step from the data's loss alone.
 
     def __init__(
         self,
@@ -205,12 +188,12 @@ class BilevelTrainPipeline(SavedTrainPipeline, PrefetchingTrainPipeline):
     @property
     def density(self) -> Tensor:
         """Share of the tables' values whose alpha is not zero, after the last step."""
-        return self.alpha_optimizer.last_density
+        return self.alpha_optimizer.density()
 
     def figures(self) -> dict[str, float]:
         """What the record of an epoch says of alpha."""
         optimizer = self.alpha_optimizer
-        return {"alpha_mean": optimizer.mean(), "alpha_density": optimizer.density()}
+        return {"alpha_mean": optimizer.mean(), "alpha_density": float(optimizer.density())}
 
     def alphas(self) -> dict[int, Tensor]:
         """embedding_dim -> alpha."""
@@ -219,15 +202,6 @@ class BilevelTrainPipeline(SavedTrainPipeline, PrefetchingTrainPipeline):
     def _more_tensors(self) -> dict[str, PlacedTensor]:
         of_alpha = self.alpha_optimizer.state_dict().items()
         return {f"alpha_optimizer/{name}": PlacedTensor.of(value) for name, value in of_alpha}
-
-    def restore(
-        self, path: Address, stream: Any, more: Mapping[str, PlacedTensor] | None = None
-    ) -> Mapping[str, Any]:
-        """See `SavedTrainPipeline.restore`."""
-        values = super().restore(path, stream, more)
-        optimizer = self.alpha_optimizer
-        optimizer.load_state_dict(optimizer.state_dict())  # it has been read in place
-        return values
 
     def go_back(self, path: Address) -> None:
         """Takes weights, buffers, alpha and the state of the weights' optimizers from a checkpoint

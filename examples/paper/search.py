@@ -133,7 +133,7 @@ def search_as_published(
             train_loss=train_loss,
             selection_loss=selection_loss(task, recipe, device),
             alpha_mean=levels.alpha_optimizer.mean(),
-            alpha_density=levels.alpha_optimizer.density(),
+            alpha_density=float(levels.alpha_optimizer.density()),
         )
         on_epoch(epoch)
         if number == 0:
