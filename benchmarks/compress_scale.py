@@ -40,7 +40,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from benchmarks.files import output_file
 from dnis_torchrec.allocation import compress
 from dnis_torchrec.allocation.axes import RotationGroup
-from dnis_torchrec.allocation.settings import ENOUGH_SAMPLES
+from dnis_torchrec.allocation.curvature import ENOUGH_SAMPLES
 from dnis_torchrec.artifact.manifest import read_manifest
 from dnis_torchrec.artifact.write import write_artifact
 from dnis_torchrec.blocks.counts import FrequencyCounts

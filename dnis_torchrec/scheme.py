@@ -156,9 +156,12 @@ class TableScheme:
 
     def with_codes(self, codes: ColumnCodes) -> TableScheme:
         """The same table, its columns stored in other codes; those of 0 bits are dropped."""
-        retained = codes.bits > 0
-        area = int((self.routing.row_counts() * retained.sum(dim=1)).sum())
-        return replace(self, retained=retained, num_retained=area, **vars(codes))
+        return self._cut(self.routing, codes.bits > 0, **vars(codes))
+
+    def _cut(self, routing: RowRouting, columns: Tensor, **fields: Any) -> TableScheme:
+        """The same table with whole columns of other blocks."""
+        area = int((routing.row_counts() * columns.sum(dim=1)).sum())
+        return replace(self, routing=routing, retained=columns, num_retained=area, **fields)
 
     def with_new_rows(self) -> TableScheme:
         """The same table with its rows of no block, or of one that retains no column, in the last
@@ -187,16 +190,13 @@ class TableScheme:
         order = rank.argsort(dim=1, stable=True)
         is_within = torch.arange(self.embedding_dim) < dims.unsqueeze(1)
         retained = torch.zeros_like(self.retained).scatter(1, order, is_within)
-        fields: dict[str, Any] = dict.fromkeys(("bits", "scale", "shift", "feedback", "gain"))
-        area = int((routing.row_counts() * dims).sum())
-        fields |= {"routing": routing, "retained": retained, "num_retained": area}
-        return replace(self, **fields)
+        codes = dict.fromkeys(("bits", "scale", "shift", "feedback", "gain"))
+        return self._cut(routing, retained, **codes)
 
     def between(self, first: int, last: int) -> TableScheme:
         """The scheme of rows ``first <= i < last``, as if they were a table."""
-        routing = self.routing.between(first, last)
-        area = int((routing.row_counts() * self.dims).sum())
-        return replace(self, num_embeddings=last - first, routing=routing, num_retained=area)
+        rows = last - first
+        return self._cut(self.routing.between(first, last), self.retained, num_embeddings=rows)
 
     def column_bits(self) -> Tensor:
         """Bits of every column of every block, ``(S, D)`` uint8; float32 where none are given."""

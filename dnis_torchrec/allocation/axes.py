@@ -44,14 +44,15 @@ class LinearReader:
     weight: Tensor
     first_column: int = 0
 
+    def columns(self, dim: int) -> slice:
+        """Their place among the inputs of the layer."""
+        return slice(self.first_column, self.first_column + dim)
+
 
 @dataclass(frozen=True, kw_only=True)
-class WeightedProduct:
+class WeightedProduct(LinearReader):
     """Columns of a linear layer with one output that read the product of two embeddings, column by
     column."""
-
-    weight: Tensor
-    first_column: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +108,8 @@ def check_groups(groups: Sequence[RotationGroup], embedding_dims: Mapping[str, i
             _check_width(group.product, max(dims), f"{place}, product")
 
 
-def _check_width(columns: LinearReader | WeightedProduct, dim: int, place: str) -> None:
-    width, inputs = columns.first_column + dim, columns.weight.shape[1]
+def _check_width(reader: LinearReader, dim: int, place: str) -> None:
+    width, inputs = reader.columns(dim).stop, reader.weight.shape[1]
     check(inputs >= width, place, f"at least {width} inputs", inputs)
 
 
@@ -151,20 +152,17 @@ class DirectedFactorizationMachine(nn.Module):
 
 
 def with_axes_(model: nn.Module) -> nn.Module:
-    """Adds a buffer to TorchRec's DLRM and SimpleDeepFMNN, so that their tables can be turned.
-    Local, no collective.
-
-    Predictions stay as they are, and so do the names of all weights. A model that has it already
-    or needs none is left as it is: so a fresh model takes the dense weights of a turned one.
-    """
+    """Adds a buffer to TorchRec's DLRM and SimpleDeepFMNN, so that their tables can be turned and a
+    fresh model takes the dense weights of a turned one; predictions and names of weights stay."""
     for match in _known_models(get_unwrapped_module(model)):
         interaction = match.inter_arch
         if isinstance(interaction, deepfm.FMInteractionArch) and not _has_axes(interaction.fm):
             weight = _first_linear_of_deep_part(interaction).weight
             interaction._modules["fm"] = DirectedFactorizationMachine(weight.shape[1], weight)
         elif isinstance(interaction, dlrm.InteractionArch) and not _has_axes(_turn_of(match)):
-            weight = _first_linear(_layers_of_over_arch(match)).weight
-            _layers_of(match.dense_arch).add_module(TURN, Turn(match.sparse_arch.D, weight))
+            weight = _first_linear(cast(Any, match.over_arch.model)[0]).weight
+            layers = perceptrons_of(match.dense_arch.model)
+            layers.add_module(TURN, Turn(match.sparse_arch.D, weight))
     return model
 
 
@@ -175,23 +173,12 @@ def without_axes_(model: nn.Module) -> None:
         if isinstance(interaction, deepfm.FMInteractionArch) and _has_axes(interaction.fm):
             interaction._modules["fm"] = FactorizationMachine()
         elif _has_axes(_turn_of(match)):
-            del _layers_of(match.dense_arch)._modules[TURN]
+            del perceptrons_of(match.dense_arch.model)._modules[TURN]
 
 
 def has_axes(names: Iterable[str]) -> bool:
     """Returns whether a state_dict is that of a model `with_axes_`."""
     return any(name.rpartition(".")[2] == AXES for name in names)
-
-
-def _known_groups(model: nn.Module) -> list[RotationGroup]:
-    """Finds the groups of TorchRec's own models inside a model. Local, no collective."""
-    ids = {id(collection) for collection in collections(model).values()}
-    return [
-        group
-        for match in _known_models(get_unwrapped_module(model))
-        if id(_collection_of(match)) in ids
-        for group in _groups_of(match)
-    ]
 
 
 def _groups_of(match: KnownModel) -> list[RotationGroup]:
@@ -202,14 +189,16 @@ def _groups_of(match: KnownModel) -> list[RotationGroup]:
         layers = [_first_linear_of_deep_part(interaction).weight, cast(Tensor, interaction.fm.axes)]
         return _groups_of_tables(match, interaction.sparse_feature_names, layers)
     if isinstance(interaction, dlrm.InteractionProjectionArch):
-        layers = [_first_linear(_layers_of(branch)).weight for branch in _branches_of(interaction)]
+        branches = interaction.interaction_branch1, interaction.interaction_branch2
+        layers = [_first_linear(branch.model).weight for branch in branches]
         return _groups_of_tables(match, match.sparse_arch.sparse_feature_names, layers)
     turn = _turn_of(match)
     if not isinstance(turn, Turn):
         return []
-    reader = _first_linear(_layers_of_over_arch(match))
+    reader = _first_linear(cast(Any, match.over_arch.model)[0])
     along = (LinearReader(weight=turn.axes), LinearReader(weight=reader.weight))
-    tables = tuple(table.name for table in table_configs_of(_collection_of(match)))
+    collection = match.sparse_arch.embedding_bag_collection
+    tables = tuple(table.name for table in table_configs_of(collection))
     return [RotationGroup(tables=tables, along=along)]
 
 
@@ -219,7 +208,7 @@ def _groups_of_tables(
     """A group for each table, read by layers whose inputs are the dense output and then the
     features."""
     groups = []
-    for table in table_configs_of(_collection_of(match)):
+    for table in table_configs_of(match.sparse_arch.embedding_bag_collection):
         columns = [table.embedding_dim * (1 + features.index(name)) for name in table.feature_names]
         readers = tuple(
             LinearReader(weight=layer, first_column=first) for first in columns for layer in layers
@@ -256,8 +245,9 @@ def _parts_of_dlrm(model: dlrm.DLRM) -> Iterator[_Part]:
     yield model.over_arch, (dlrm.OverArch,)
     yield model.over_arch.model, (nn.Sequential,)
     yield from _parts_of_mlp(model.over_arch.model[0])
-    if isinstance(model.inter_arch, dlrm.InteractionProjectionArch):
-        for branch in _branches_of(model.inter_arch):
+    interaction = model.inter_arch
+    if isinstance(interaction, dlrm.InteractionProjectionArch):
+        for branch in (interaction.interaction_branch1, interaction.interaction_branch2):
             yield branch, (dlrm.DenseArch,)
             yield from _parts_of_mlp(branch.model)
 
@@ -297,31 +287,15 @@ def _shared(root: nn.Module) -> set[int]:
 
 
 def _own_parts(match: KnownModel) -> set[int]:
-    parts: list[object] = [match, match.sparse_arch, _collection_of(match)]
+    sparse = match.sparse_arch
+    parts: list[object] = [match, sparse, sparse.embedding_bag_collection]
     for arch in (match.dense_arch, match.inter_arch, match.over_arch):
         parts += [*arch.modules(), *arch.parameters()]
     return {id(part) for part in parts}
 
 
-def _collection_of(match: KnownModel) -> nn.Module:
-    return match.sparse_arch.embedding_bag_collection
-
-
-def _branches_of(interaction: dlrm.InteractionProjectionArch) -> tuple[Any, Any]:
-    return interaction.interaction_branch1, interaction.interaction_branch2
-
-
-def _layers_of(arch: Any) -> nn.Sequential:
-    """The perceptrons of a dense arch."""
-    return perceptrons_of(arch.model)
-
-
-def _layers_of_over_arch(match: KnownModel) -> nn.Sequential:
-    return perceptrons_of(cast(Any, match.over_arch.model)[0])
-
-
-def _first_linear(layers: nn.Sequential) -> nn.Linear:
-    return linear_of(layers[0])
+def _first_linear(mlp: Any) -> nn.Linear:
+    return linear_of(perceptrons_of(mlp)[0])
 
 
 def _first_linear_of_deep_part(interaction: deepfm.FMInteractionArch) -> nn.Linear:
@@ -329,7 +303,7 @@ def _first_linear_of_deep_part(interaction: deepfm.FMInteractionArch) -> nn.Line
 
 
 def _turn_of(match: KnownModel) -> nn.Module | None:
-    return _layers_of(match.dense_arch)._modules.get(TURN)
+    return perceptrons_of(match.dense_arch.model)._modules.get(TURN)
 
 
 def _has_axes(module: nn.Module | None) -> bool:
@@ -351,26 +325,24 @@ ORTHOGONAL = 1e-3
 
 def rotation_groups(model: nn.Module, leave_alone: Collection[str] = ()) -> list[RotationGroup]:
     """Finds the groups of tables that can be turned in a model. Local, no collective."""
-    modules = get_unwrapped_module(model).modules()
-    rotatable = [module for module in modules if isinstance(module, Rotatable)]
+    plain, modules = get_unwrapped_module(model), list(collections(model).values())
+    rotatable = [module for module in plain.modules() if isinstance(module, Rotatable)]
     groups = [group for module in rotatable for group in module.rotation_groups()]
-    groups += _known_groups(model)
-    check_groups(groups, _embedding_dims(model))
-    still = {*leave_alone}.union(*map(frozen_tables_of, collections(model).values()))
-    return [group for group in groups if not _holds_frozen(group, still)]
+    for match in _known_models(plain):
+        if any(match.sparse_arch.embedding_bag_collection is module for module in modules):
+            groups += _groups_of(match)
+    check_groups(groups, _embedding_dims(modules))
+    still, result = {*leave_alone}.union(*map(frozen_tables_of, modules)), []
+    for group in groups:
+        layers = [layer for layer in group.layers() if isinstance(layer, nn.Parameter)]
+        if not still & set(group.tables) and all(layer.requires_grad for layer in layers):
+            result.append(group)
+    return result
 
 
-def _holds_frozen(group: RotationGroup, still: set[str]) -> bool:
-    layers = [layer for layer in group.layers() if isinstance(layer, nn.Parameter)]
-    return bool(still & set(group.tables)) or not all(layer.requires_grad for layer in layers)
-
-
-def _embedding_dims(model: nn.Module) -> dict[str, int]:
+def _embedding_dims(modules: Iterable[nn.Module]) -> dict[str, int]:
     """Table -> D."""
-    configs = [
-        table for module in collections(model).values() for table in table_configs_of(module)
-    ]
-    return {config.name: config.embedding_dim for config in configs}
+    return {t.name: t.embedding_dim for module in modules for t in table_configs_of(module)}
 
 
 @torch.no_grad()
@@ -384,19 +356,18 @@ def rotate_(
 ) -> list[Tensor]:
     """Turns the tables of every rotation group, and the layers that read them, into the tables'
     principal axes; or into those of earlier `turns`, where they serve within a tolerance."""
-    groups = rotation_groups(model, leave_alone)
-    dims = _embedding_dims(model)
-    modules = list(collections(model).values())
-    shards = [shard for module in modules for shard in local_shards(module)]
-    ranks = ranks_of(*modules)
+    groups, modules = rotation_groups(model, leave_alone), list(collections(model).values())
+    dims, ranks = _embedding_dims(modules), ranks_of(*modules)
     tables = [table for group in groups for table in group.tables]
     _say_what_stays(dims, [*tables, *leave_alone], ranks)
+    shards = [shard for module in modules for shard in local_shards(module)]
+    shards = [shard for shard in shards if shard.table in tables]
     states: dict[int, dict[str, Tensor]] = {}
     if optimizer is not None:
         states = _states_by_storage(model, optimizer)
-        weights = [shard.weight for shard in shards if shard.table in tables]
-        weights += [layer for group in groups for layer in group.layers()]
-        _refuse(_split_rows(shards, set(tables), dims) or _unknown_state(weights, states), ranks)
+        layers = [layer for group in groups for layer in group.layers()]
+        with ranks.together():
+            _check_turnable(shards, dims, layers, states)
     shapes = {table: (counts.counts[table].numel(), dims[table]) for table in tables}
     rows = whole_rows(shards, shapes, ranks)
     old = [_axes_of(group, turns or {}) for group in groups]
@@ -448,8 +419,7 @@ def _rotate_group_(
     dim = rows[group.tables[0]].shape[1]
     shards = [shard for of_table in rows.values() for shard in of_table.shards]
     if group.product is not None:
-        columns = slice(group.product.first_column, group.product.first_column + dim)
-        _draw_in_(group.product.weight, columns, group.tables[0], shards, states)
+        _draw_in_(group.product, dim, group.tables[0], shards, states)
     rotation = old
     if old is None or tolerance < math.inf:
         moment = _second_moment(rows, dim, counts, ranks)
@@ -470,14 +440,13 @@ def _turn_group_(
     states: Mapping[int, Mapping[str, Tensor]],
 ) -> None:
     """Turns the tables of a group, what reads them, and the optimizer states of both."""
-    dim = len(rotation)
     for of_table in rows.values():
         for chunk in of_table.chunks():
             chunk.write_(chunk.values @ rotation.to(chunk.values.device))
         for shard in of_table.shards:
             _turn_states_(_states_like(shard.weight, states), rotation, slice(None))
     for turn in group.turning():
-        columns = slice(turn.first_column, turn.first_column + dim)
+        columns = turn.columns(len(rotation))
         _rotate_columns_(turn.weight[:, columns], rotation)
         _turn_states_(_states_like(turn.weight, states), rotation, columns)
 
@@ -491,23 +460,23 @@ def turn_back_(
 ) -> None:
     """Undoes `rotate_` in a model of one process, to rounding; weights of products stay in their
     tables."""
-    dims = _embedding_dims(model)
     shards = [shard for module in collections(model).values() for shard in local_shards(module)]
     for group, rotation in zip(rotation_groups(model, leave_alone), rotations, strict=False):
-        shapes = {table: (counts.counts[table].numel(), dims[table]) for table in group.tables}
+        shapes = {name: (counts.counts[name].numel(), len(rotation)) for name in group.tables}
         with writing_to_tables(model):
             _turn_group_(group, whole_rows(shards, shapes, Ranks()), rotation.T, {})
 
 
 def _draw_in_(
-    layer: Tensor,
-    columns: slice,
+    product: WeightedProduct,
+    dim: int,
     first_table: str,
     shards: Sequence[TableShard],
     states: Mapping[int, Mapping[str, Tensor]],
 ) -> None:
     """Draws the weights of a product into its two tables, the sign into the first. Local: all ranks
     have them."""
+    layer, columns = product.weight, product.columns(dim)
     weights = layer[:, columns].double().clone()
     for shard in shards:
         factor = _factor(weights, is_first=shard.table == first_table)
@@ -548,11 +517,10 @@ def product_factors(groups: Sequence[RotationGroup], dims: Mapping[str, int]) ->
     """Table of a product -> the factors of its columns that `rotate_` draws in, ``(D, 1)``."""
     factors = {}
     for group in groups:
-        for index, table in enumerate(group.tables if group.product is not None else ()):
-            product = cast(WeightedProduct, group.product)
-            columns = slice(product.first_column, product.first_column + dims[table])
-            factor = _factor(product.weight[:, columns].double(), is_first=index == 0)
-            factors[table] = factor.T.cpu()
+        if (product := group.product) is not None:
+            for table in group.tables:
+                weights = product.weight[:, product.columns(dims[table])].double()
+                factors[table] = _factor(weights, is_first=table == group.tables[0]).T.cpu()
     return factors
 
 
@@ -562,12 +530,10 @@ def turn_readers_(
     turns: Mapping[str, Tensor],
     states: Mapping[int, Mapping[str, Tensor]],
 ) -> dict[str, Tensor]:
-    """Turns what reads tables into axes that were found before, and its optimizer states, by
-    address; returns table -> what its rows are to be multiplied by, ``(D, D)`` float64.
-
-    `turns` are those of an older state of the model, see `TableScheme.turn`. Weights of a product
-    that were trained since are drawn in as they are now. Local.
+    """Turns what reads tables into axes of an older state of the model, and its optimizer states,
+    by address; returns table -> what its rows are to be multiplied by, ``(D, D)`` float64. Local.
     """
+    # Weights of a product that were trained since are drawn in as they are now.
     matrices: dict[str, Tensor] = {}
     for group in groups:
         turn = turns.get(group.tables[-1])
@@ -576,8 +542,7 @@ def turn_readers_(
         dim = len(turn)
         factors = product_factors([group], dict.fromkeys(group.tables, dim))
         if group.product is not None:
-            columns = slice(group.product.first_column, group.product.first_column + dim)
-            _draw_in_(group.product.weight, columns, group.tables[0], (), states)
+            _draw_in_(group.product, dim, group.tables[0], (), states)
         # Factors of the last table are no less than 0: a row's length.
         lengths = turn.double().norm(dim=1, keepdim=True).clamp(min=1e-30)
         first, _, second = torch.linalg.svd(turn.double() / lengths)
@@ -661,30 +626,24 @@ def _local(value: object) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
-def _refuse(problem: str, ranks: Ranks) -> None:
-    for of_rank in filter(None, ranks.gather(problem)):
-        raise NotImplementedError(of_rank)
-
-
-def _split_rows(
-    shards: Sequence[TableShard], tables: set[str], embedding_dims: Mapping[str, int]
-) -> str:
-    """Names a table of which this rank holds parts of rows, if there is one."""
+def _check_turnable(
+    shards: Sequence[TableShard],
+    dims: Mapping[str, int],
+    layers: Sequence[Tensor],
+    states: Mapping[int, Mapping[str, Tensor]],
+) -> None:
+    """Refuses parts of rows, and optimizer states that nobody knows how to turn."""
     requirement = "supported to turn are shards of whole rows"
     remedy = "shard it by rows or as a whole, or leave it alone"
     for shard in shards:
-        width = shard.weight.shape[1]
-        if shard.table in tables and width != embedding_dims[shard.table]:
-            value = f"{width} of its {embedding_dims[shard.table]} columns"
-            return describe(f"table {shard.table!r}", requirement, value, remedy)
-    return ""
-
-
-def _unknown_state(weights: Sequence[Tensor], states: Mapping[int, Mapping[str, Tensor]]) -> str:
-    """Names an optimizer state that nobody knows how to turn, if there is one."""
+        width, dim, place = shard.weight.shape[1], dims[shard.table], f"table {shard.table!r}"
+        if width != dim:
+            text = describe(place, requirement, f"{width} of its {dim} columns", remedy)
+            raise NotImplementedError(text)
     names = LINEAR_STATES | SQUARED_STATES
-    unknown = [n for weight in weights for n, _ in _states_like(weight, states) if n not in names]
-    if not unknown:
-        return ""
     requirement, remedy = f"supported to turn are {sorted(names)}", "leave its table alone"
-    return describe("optimizer state", requirement, repr(unknown[0]), remedy)
+    for weight in [*(shard.weight for shard in shards), *layers]:
+        for name, _ in _states_like(weight, states):
+            if name not in names:
+                text = describe("optimizer state", requirement, repr(name), remedy)
+                raise NotImplementedError(text)

@@ -12,24 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from dnis_torchrec.allocation import spending
 from dnis_torchrec.allocation.curvature import Curvature
 from dnis_torchrec.allocation.energies import (
     BITS,
-    BlockedTable,
+    ModelTable,
     RoundingEnergies,
     blocked_tables,
     check_all_merged,
     rounding_energies,
-)
-from dnis_torchrec.allocation.spending import (
-    ColumnSteps,
-    Path,
-    Purse,
-    RowOptions,
-    Spent,
-    column_steps,
-    row_options,
-    widths_of,
 )
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.codes import FLOAT_BITS, ColumnCodes, feedback_of
@@ -103,23 +94,16 @@ class Prediction:
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Allocation:
-    """An assignment of bits to every column of every block. The same on every rank.
-
-    Attributes:
-        scheme: with bits, scales and shifts of every table that has blocks.
-        predicted_loss_increase: predicted loss minus the loss of the model as it is: what `predict`
-            said, or else, to second order, the sum of H / 2 rho over all columns.
-        num_bytes: bytes served, of all tables together.
-        output_shift: see `Prediction`: `dnis_torchrec.compress` has added it, `Measured.shifted`
-            adds it.
-        starved_share: of the lookups in training, those of rows that are worth bytes and get none.
-    """
+    """An assignment of bits to every column of every block. The same on every rank."""
 
     scheme: MixedDimensionScheme
     predicted_loss_increase: float
+    """What `predict` said, or else, to second order, the sum of H / 2 rho over all columns."""
     num_bytes: int
     output_shift: float = 0.0
+    """What `dnis_torchrec.compress` has added to the output bias, and `Measured.shifted` adds."""
     starved_share: float = 0.0
+    """Of the lookups in training, those of rows that are worth bytes and get none."""
 
     @property
     def compression(self) -> float:
@@ -157,13 +141,8 @@ def allocate(
     energies: RoundingEnergies | None = None,
     predict: Callable[[MixedDimensionScheme], Prediction] | None = None,
 ) -> Allocation:
-    """Chooses how many bits every column of every block gets. The model does not change.
-
-    Give the compression to reach, or else the loss that may be lost at most. Tables that `blocks`
-    leave alone stay float32, and their bytes count. Tables of one to four rows stay float32 too,
-    if all of them together take at most a tenth of the bytes. Rows are rounded with error feedback
-    where `curvature` has couplings. Bits are chosen by the sum of the columns' costs; `predict`, if
-    given, says what the chosen scheme costs.
+    """Chooses how many bits every column of every block gets, for a compression or the loss that
+    may be lost at most; `predict`, if given, says what the chosen scheme costs.
 
     Distributed: that of `rounding_energies`, where they are not given, and of `predict`, which is
     called once, or a dozen times for a largest loss. All ranks get the same bits.
@@ -179,10 +158,15 @@ def allocate(
     losses = _predicted_losses(tables, blocks, curvature, energy, widths)
     problem = _Problem.of(tables, blocks, losses, torch.tensor(widths))
 
-    def allocation(spent: Spent) -> Allocation:
-        result = problem.allocation(spent, energy, curvature.couplings)
-        if left_alone:
-            result = _in_order(result, left_alone, every)
+    def allocation(spent: spending.Spent) -> Allocation:
+        schemes = problem.schemes(spent, energy, curvature.couplings) | left_alone
+        scheme = MixedDimensionScheme({table.name: schemes[table.name] for table in every})
+        result = Allocation(
+            scheme=scheme,
+            predicted_loss_increase=max(0.0, float(problem.losses(spent).sum())),
+            num_bytes=scheme.served_bytes(PACKED),
+            starved_share=problem.starved_share(spent),
+        )
         if predict is None:
             return result
         prediction = predict(result.scheme)
@@ -199,7 +183,7 @@ def allocate(
 
 
 def retained_columns(
-    tables: Sequence[BlockedTable],
+    tables: Sequence[ModelTable],
     blocks: RowBlocks,
     worth: Mapping[str, Tensor],
     *,
@@ -211,7 +195,7 @@ def retained_columns(
     losses = {}
     rest, left_alone = _split(tables, blocks)
     for table in rest:
-        name = table.config.name
+        name = table.name
         has_rows = (blocks.routings[name].row_counts() > 0)[:, None]
         loss = worth[name].double().cpu().clamp(min=0) * has_rows
         losses[name] = torch.stack([loss, torch.zeros_like(loss)], 2)
@@ -224,86 +208,76 @@ def retained_columns(
 
 
 def _smallest(
-    tables: Sequence[BlockedTable], blocks: RowBlocks, curvature: Curvature, budget: int
+    tables: Sequence[ModelTable], blocks: RowBlocks, curvature: Curvature, budget: int
 ) -> list[str]:
     """Names of the tables that are too small for codes, if the budget has room for them."""
     smallest = []
     for table in tables:
-        name, num_rows = table.config.name, table.config.num_embeddings
+        name, num_rows = table.name, table.config.num_embeddings
         is_small = num_rows < LEAST_CODED_ROWS and blocks.routings[name].num_blocks == 1
         worth = curvature.curvature.get(name)
         is_read = worth is not None and bool((worth > 0).any())
         if is_small and is_read and name not in blocks.left_alone:
             smallest.append(table)
     num_bytes = sum(_dense_bytes(table) + table.config.embedding_dim for table in smallest)
-    return [table.config.name for table in smallest] if num_bytes <= SMALL_SHARE * budget else []
+    return [table.name for table in smallest] if num_bytes <= SMALL_SHARE * budget else []
 
 
 def _split(
-    tables: Sequence[BlockedTable], blocks: RowBlocks, smallest: Sequence[str] = ()
-) -> tuple[list[BlockedTable], dict[str, TableScheme]]:
+    tables: Sequence[ModelTable], blocks: RowBlocks, smallest: Sequence[str] = ()
+) -> tuple[list[ModelTable], dict[str, TableScheme]]:
     """The tables that get bits, and the schemes of those that are left alone: float32 in every
     column."""
-    rest, alone = list[BlockedTable](), dict[str, TableScheme]()
+    rest, alone = list[ModelTable](), dict[str, TableScheme]()
     names = blocks.left_alone | {*smallest}
     for table in tables:
-        name = table.config.name
+        name = table.name
         if name not in names:
             rest.append(table)
             continue
         shape = (blocks.routings[name].num_blocks, table.config.embedding_dim)
         bits, scale = torch.full(shape, FLOAT_BITS, dtype=torch.uint8), torch.ones(shape)
         codes = ColumnCodes(bits, scale, torch.zeros(shape, dtype=torch.int16))
-        alone[name] = _scheme_of(table, blocks, codes)
+        alone[name] = table.scheme(blocks.routings[name], bits > 0, **vars(codes))
     check(bool(rest), "blocks", "a table beside those that are left alone", "none")
     return rest, alone
 
 
-def _in_order(
-    result: Allocation, left_alone: Mapping[str, TableScheme], every: Sequence[BlockedTable]
-) -> Allocation:
-    """An allocation with the tables that are left alone, in the model's order."""
-    schemes = {**result.scheme.tables, **left_alone}
-    scheme = MixedDimensionScheme({t.config.name: schemes[t.config.name] for t in every})
-    num_bytes = sum(table.served_bytes(PACKED) for table in schemes.values())
-    return replace(result, scheme=scheme, num_bytes=num_bytes)
-
-
-def _dense_bytes(table: BlockedTable) -> int:
-    return 4 * table.config.num_embeddings * table.config.embedding_dim
+def _dense_bytes(table: ModelTable) -> int:
+    return 4 * math.prod(table.shape)
 
 
 @dataclass(frozen=True, eq=False)
 class _Problem:
     """All tables together, their blocks one after the other, ready to be spent on."""
 
-    tables: list[BlockedTable]
+    tables: list[ModelTable]
     blocks: RowBlocks
     bits: Tensor
     rows: Tensor
     table_of_block: Tensor
-    steps: ColumnSteps
-    options: RowOptions
+    steps: spending.ColumnSteps
+    options: spending.RowOptions
 
     @staticmethod
     def of(
-        tables: list[BlockedTable], blocks: RowBlocks, loss: Mapping[str, Tensor], bits: Tensor
+        tables: list[ModelTable], blocks: RowBlocks, loss: Mapping[str, Tensor], bits: Tensor
     ) -> _Problem:
         """Finds the path through the predicted losses of all columns at all widths, table -> ``(S,
         D, K)``."""
-        routings = [blocks.routings[table.config.name] for table in tables]
+        routings = [blocks.routings[table.name] for table in tables]
         widest = max(table.config.embedding_dim for table in tables)
         by_bits = torch.cat(
             [pad(part, (0, 0, 0, widest - part.shape[1])) for part in loss.values()]
         )
         rows = torch.cat([routing.row_counts() for routing in routings])
-        steps = column_steps(by_bits, rows, bits)
-        options = row_options(steps, by_bits[..., 0].sum(1), rows)
+        steps = spending.column_steps(by_bits, rows, bits)
+        options = spending.row_options(steps, by_bits[..., 0].sum(1), rows)
         num_blocks = torch.tensor([routing.num_blocks for routing in routings])
         table_of_block = torch.arange(len(tables)).repeat_interleave(num_blocks)
         return _Problem(tables, blocks, bits, rows, table_of_block, steps, options)
 
-    def purses(self) -> Iterator[Purse]:
+    def purses(self) -> Iterator[spending.Purse]:
         """Prices of directories, by guesses which blocks will have bytes. A table pays for that of
         its guess, and each block beyond for what its rows add: what comes true is exact."""
         worth, previous = self.options.loss[:, 0] / self.rows.clamp(min=1), None
@@ -317,8 +291,8 @@ class _Problem:
             if previous is None or not torch.cat([of_tables, extra]).equal(previous):
                 num_bytes = self.options.num_bytes.clone()
                 num_bytes[:, 1:] += extra[:, None]
-                path = Path.of(replace(self.options, num_bytes=num_bytes))
-                yield Purse(path, self.table_of_block, of_tables)
+                path = spending.Path.of(replace(self.options, num_bytes=num_bytes))
+                yield spending.Purse(path, self.table_of_block, of_tables)
             previous = torch.cat([of_tables, extra])
 
     def _directory(self, number: int, guess: Tensor) -> tuple[int, Tensor]:
@@ -332,7 +306,7 @@ class _Problem:
         ]
         return base + len(here) * config.embedding_dim, torch.tensor(extra)
 
-    def within(self, compression: float, dense: int, base: int) -> Spent:
+    def within(self, compression: float, dense: int, base: int) -> spending.Spent:
         """The most that a compression of all tables buys, beside the bytes of those left alone."""
         budget, bought, smallest = _bytes_at(compression, dense) - base, [], []
         for purse in self.purses():
@@ -347,13 +321,13 @@ class _Problem:
             most = math.floor(100 * dense / (min(smallest) + base)) / 100
             requirement = f"at most {most:.2f} for these tables and blocks"
             check(False, "compression", requirement, compression)
-        return min(bought, key=lambda spent: float(self._losses(spent).sum()))
+        return min(bought, key=lambda spent: float(self.losses(spent).sum()))
 
-    def _losses(self, spent: Spent) -> Tensor:
+    def losses(self, spent: spending.Spent) -> Tensor:
         """What each block loses."""
         return self.options.loss.gather(1, spent.row_bytes[:, None])[:, 0]
 
-    def _num_bytes(self, spent: Spent) -> int:
+    def _num_bytes(self, spent: spending.Spent) -> int:
         """Bytes of all tables that have any; at most so many where float32 stands among codes."""
         num_bytes = int(self.options.num_bytes.gather(1, spent.row_bytes[:, None]).sum())
         for name, bits in self.bits_of(spent).items():
@@ -361,7 +335,9 @@ class _Problem:
                 num_bytes += packed_index_bytes(self.blocks.routings[name], bits)
         return num_bytes
 
-    def within_loss(self, max_loss: float, loss_of: Callable[[Spent], float]) -> Spent:
+    def within_loss(
+        self, max_loss: float, loss_of: Callable[[spending.Spent], float]
+    ) -> spending.Spent:
         """The fewest bytes along the path that are predicted to cost no more loss than this."""
         purse = next(self.purses())
         first, num_steps = purse.first, len(purse.path.block)
@@ -374,41 +350,38 @@ class _Problem:
         counts = range(num_steps + 1)
         return first(bisect_left(counts, -max_loss, key=lambda count: -loss_of(first(count))))
 
-    def bits_of(self, spent: Spent) -> dict[str, Tensor]:
+    def bits_of(self, spent: spending.Spent) -> dict[str, Tensor]:
         """Table -> ``(S, D)``, the bits that the bytes have bought."""
         widest = max(table.config.embedding_dim for table in self.tables)
-        index = widths_of(self.steps, self.options, spent.row_bytes, widest)
-        sizes = [self.blocks.routings[table.config.name].num_blocks for table in self.tables]
+        index = spending.widths_of(self.steps, self.options, spent.row_bytes, widest)
+        sizes = [self.blocks.routings[table.name].num_blocks for table in self.tables]
         return {
-            table.config.name: of_table[:, : table.config.embedding_dim].contiguous()
+            table.name: of_table[:, : table.config.embedding_dim].contiguous()
             for table, of_table in zip(self.tables, self.bits[index].split(sizes), strict=True)
         }
 
-    def allocation(
-        self, spent: Spent, energies: RoundingEnergies, couplings: Mapping[str, Tensor]
-    ) -> Allocation:
-        """Returns the scheme and codes that the bytes have bought."""
-        codes = {name: energies.codes(name, bits) for name, bits in self.bits_of(spent).items()}
-        for name in couplings.keys() & codes.keys():
-            feedback = feedback_of(couplings[name], codes[name].bits)
-            codes[name] = replace(codes[name], feedback=feedback)
-        names = [table.config.name for table in self.tables]
-        schemes = {
-            name: _scheme_of(table, self.blocks, codes[name], energies.largest.get(name))
-            for name, table in zip(names, self.tables, strict=True)
-        }
-        lookups = torch.cat([self.blocks.occurrences[name] for name in names])
+    def schemes(
+        self, spent: spending.Spent, energies: RoundingEnergies, couplings: Mapping[str, Tensor]
+    ) -> dict[str, TableScheme]:
+        """The schemes with the codes that the bytes have bought."""
+        schemes = {}
+        for table, (name, bits) in zip(self.tables, self.bits_of(spent).items(), strict=True):
+            codes = energies.codes(name, bits)
+            if name in couplings:
+                codes = replace(codes, feedback=feedback_of(couplings[name], codes.bits))
+            fields = vars(codes) | {"largest_value": energies.largest.get(name)}
+            schemes[name] = table.scheme(self.blocks.routings[name], codes.bits > 0, **fields)
+        return schemes
+
+    def starved_share(self, spent: spending.Spent) -> float:
+        """Of the lookups in training, those of rows that are worth bytes and get none."""
+        lookups = torch.cat([self.blocks.occurrences[table.name] for table in self.tables])
         is_starved = (spent.row_bytes == 0) & (self.options.loss[:, 0] > 0)
-        return Allocation(
-            scheme=MixedDimensionScheme(schemes),
-            predicted_loss_increase=max(0.0, float(self._losses(spent).sum())),
-            num_bytes=sum(table.served_bytes(PACKED) for table in schemes.values()),
-            starved_share=float(lookups[is_starved].sum() / lookups.sum().clamp(min=1)),
-        )
+        return float(lookups[is_starved].sum() / lookups.sum().clamp(min=1))
 
 
 def _predicted_losses(
-    tables: list[BlockedTable],
+    tables: list[ModelTable],
     blocks: RowBlocks,
     curvature: Curvature,
     energies: RoundingEnergies,
@@ -422,7 +395,7 @@ def _predicted_losses(
     index = [energies.bits.index(width) for width in bits]
     losses = {}
     for table in tables:
-        name = table.config.name
+        name = table.name
         shape = (blocks.routings[name].num_blocks, table.config.embedding_dim)
         check_known("table", name, curvature.curvature)
         check_known("table", name, energies.tables)
@@ -437,27 +410,6 @@ def _predicted_losses(
     remedy = "train the model, and measure on samples that look these tables up"
     check(total > 0, "curvature", "a column of a table that is worth something", "none", remedy)
     return losses
-
-
-def _scheme_of(
-    table: BlockedTable, blocks: RowBlocks, codes: ColumnCodes, largest: float | None = None
-) -> TableScheme:
-    config, routing, bits = table.config, blocks.routings[table.config.name], codes.bits
-    return TableScheme(
-        name=config.name,
-        collection=table.collection,
-        num_embeddings=config.num_embeddings,
-        embedding_dim=config.embedding_dim,
-        pooling=config.pooling.value.lower(),
-        feature_names=tuple(config.feature_names),
-        is_weighted=table.is_weighted,
-        need_indices=table.need_indices,
-        routing=routing,
-        retained=bits > 0,
-        num_retained=int((routing.row_counts() * (bits > 0).sum(1)).sum()),
-        largest_value=largest,
-        **vars(codes),
-    )
 
 
 def _check_sizes(sizes: Mapping[str, float | None]) -> None:

@@ -15,19 +15,10 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from dnis_torchrec.allocation.axes import (
-    AXES_TOLERANCE,
-    has_axes,
-    product_factors,
-    rotate_,
-    rotation_groups,
-    turn_back_,
-    turns_of_tables,
-    with_axes_,
-    without_axes_,
-)
+from dnis_torchrec.allocation import axes
 from dnis_torchrec.allocation.bits import Allocation, allocate
 from dnis_torchrec.allocation.curvature import (
+    ENOUGH_SAMPLES,
     Curvature,
     Loss,
     checked_batch,
@@ -39,7 +30,7 @@ from dnis_torchrec.allocation.curvature import (
 )
 from dnis_torchrec.allocation.energies import BITS, RoundingEnergies, rounding_energies
 from dnis_torchrec.allocation.gains import LossSample, output_bias
-from dnis_torchrec.allocation.settings import ENOUGH_SAMPLES, NUM_BLOCKS
+from dnis_torchrec.blocks import NUM_BLOCKS
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts, table_key
 from dnis_torchrec.checks import check, describe, tell
@@ -87,19 +78,20 @@ class AxesChange:
         batch: Batch,
         loss: Loss | Task,
         turns: Mapping[str, Tensor] | None = None,
-        tolerance: float = AXES_TOLERANCE,
+        tolerance: float = axes.AXES_TOLERANCE,
     ) -> Tensor:
         """Turns the tables, see `rotate_` for its collectives; the predictions of a batch, which
         stay, are returned."""
         model, ranks = self.model, ranks_of(*collections(self.model).values())
         old, _ = predictions_of(model, batch, loss, "batch 0", ranks)
-        groups = rotation_groups(model, self.leave_alone)
-        tables = [t for part in collections(model).values() for t in table_configs_of(part)]
-        factors = product_factors(groups, {table.name: table.embedding_dim for table in tables})
-        self.rotations[:] = rotate_(
+        groups = axes.rotation_groups(model, self.leave_alone)
+        modules = collections(model).values()
+        dims = {t.name: t.embedding_dim for module in modules for t in table_configs_of(module)}
+        factors = axes.product_factors(groups, dims)
+        self.rotations[:] = axes.rotate_(
             model, self.counts, leave_alone=self.leave_alone, turns=turns, tolerance=tolerance
         )
-        self.turns.update(turns_of_tables(groups, self.rotations, factors))
+        self.turns.update(axes.turns_of_tables(groups, self.rotations, factors))
         new, _ = predictions_of(model, batch, loss, "batch 0", ranks)
         _check_unchanged(old, new, ranks)
         return old
@@ -112,9 +104,9 @@ class AxesChange:
             yield
         except BaseException:
             if ranks_of(*collections(self.model).values()).world_size == 1:
-                turn_back_(self.model, self.counts, self.rotations, self.leave_alone)
+                axes.turn_back_(self.model, self.counts, self.rotations, self.leave_alone)
                 if not self.had_axes:
-                    without_axes_(self.model)
+                    axes.without_axes_(self.model)
             raise
 
 
@@ -296,11 +288,7 @@ def measure_(
     turns: Mapping[str, Tensor] | None = None,
 ) -> Measured:
     """Turns a model's tables into their axes and measures what every column of every block is
-    worth.
-
-    `counts` are those of all training data, and of the batches if None; `num_samples` of the
-    batches, or all if None, are measured on; `bits` are the widths to measure. `turns` are those of
-    an earlier day, taken where they still serve.
+    worth; `turns` are those of an earlier day, taken where they still serve.
 
     Distributed: every rank of a sharded model calls it on its slices of the batches; see `rotate_`,
     `curvature`, `rounding_energies`, `LossSample` and `count_over_ranks` for the collectives. What
@@ -334,8 +322,8 @@ def measure_(
             read = (features(batch) for batch in batches)
             counts = count_over_ranks(read, tables, process_group=ranks.group)
         blocks = blocks_from_counts(counts, tables, num_blocks=num_blocks, leave_alone=leave_alone)
-        had_axes = has_axes(get_unwrapped_module(model).state_dict())
-        with_axes_(model)
+        had_axes = axes.has_axes(get_unwrapped_module(model).state_dict())
+        axes.with_axes_(model)
         axes_change = AxesChange(model, counts, leave_alone, had_axes, [], {})
         with axes_change.undo_on_failure():
             num_outputs = axes_change.turn_(batch, loss, turns).shape[1]

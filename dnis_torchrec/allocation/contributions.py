@@ -328,15 +328,13 @@ def entries_by_table(calls: Iterable[Call], batch_size: int) -> dict[str, Entrie
     for lookup, apart, gradient in calls:
         for table, part in lookup.of.entries(lookup, apart, gradient):
             entries[table].append(part)
-    return {table: _merged(parts, batch_size) for table, parts in entries.items()}
-
-
-def _merged(entries: Sequence[Entries], batch_size: int) -> Entries:
-    """Merges entries into one for each sample and block; reads of several features are added up."""
-    if len(entries) == 1:
-        return entries[0]
-    places = torch.cat([part.blocks * batch_size + part.samples for part in entries])
-    return _one_of_each(places, torch.cat([part.worth for part in entries], dim=1), batch_size)
+    result = {table: parts[0] for table, parts in entries.items()}
+    for table, parts in entries.items():
+        if len(parts) > 1:  # reads of several features are added up
+            places = torch.cat([part.blocks * batch_size + part.samples for part in parts])
+            worth = torch.cat([part.worth for part in parts], dim=1)
+            result[table] = _one_of_each(places, worth, batch_size)
+    return result
 
 
 def _one_of_each(places: Tensor, worth: Tensor, batch_size: int) -> Entries:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, count, pairwise
@@ -17,17 +16,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from dnis_torchrec.allocation.contributions import (
-    Call,
-    Lookup,
-    Reads,
-    WatchedCollection,
-    entries_by_table,
-    sum_by_group,
-    watched_collection,
-    watching,
-)
-from dnis_torchrec.allocation.settings import ENOUGH_SAMPLES
+from dnis_torchrec.allocation import contributions
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.batches import check_batch, for_lookup, slice_of
@@ -36,6 +25,11 @@ from dnis_torchrec.data.task import LossTask, Outputs, Task, TrainTask, check_la
 from dnis_torchrec.ranks import Ranks, progress_bar
 from dnis_torchrec.selection.shards import collections, ranks_of, table_configs_of
 from dnis_torchrec.selection.torchrec import read_by_name_
+from dnis_torchrec.selection.torchrec_inputs import evaluating as evaluating
+
+ENOUGH_SAMPLES = 1 << 14
+"""Samples that columns are measured on: the error of the sum of their worth is about a hundredth
+then, and four times as many give tables that are no better."""
 
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """Called with (predictions, labels), both float64: their mean loss, a scalar."""
@@ -224,30 +218,23 @@ class CurvatureSums:
         *,
         couplings: bool,
     ) -> None:
-        sizes = {
-            table.name: (blocks.routings[table.name].num_blocks, table.embedding_dim)
-            for table in tables
-        }
-        self._of_tables = {
-            name: torch.zeros(2, *size, dtype=torch.float64, device=device)
-            for name, size in sizes.items()
-        }
-        self._couplings = {
-            name: torch.zeros(num_blocks, dim, dim, dtype=torch.float64, device=device)
-            for name, (num_blocks, dim) in sizes.items()
-            if couplings
-        }
-        self._batches = torch.zeros(9, dtype=torch.float64)
-        self._reads = torch.zeros(len(sizes), dtype=torch.float64)
+        self._of_tables, self._couplings = dict[str, Tensor](), dict[str, Tensor]()
+        zeros = partial(torch.zeros, dtype=torch.float64)
+        for table in tables:
+            num_blocks, dim = blocks.routings[table.name].num_blocks, table.embedding_dim
+            self._of_tables[table.name] = zeros(2, num_blocks, dim, device=device)
+            if couplings:
+                self._couplings[table.name] = zeros(num_blocks, dim, dim, device=device)
+        self._batches, self._reads = zeros(9), zeros(len(self._of_tables))
 
     @torch.no_grad()
-    def add(self, at: LossDerivatives, calls: Sequence[Call]) -> None:
+    def add(self, at: LossDerivatives, calls: Sequence[contributions.Call]) -> None:
         """Adds a batch."""
         batch_size = len(at.first)
         for lookup, _, gradient in calls if self._couplings else ():
             for table, reads in lookup.of.reads(lookup, gradient):
                 self._couplings[table] += _coupled(reads, at.second, len(self._couplings[table]))
-        entries = entries_by_table(calls, batch_size)
+        entries = contributions.entries_by_table(calls, batch_size)
         total, noise = 0.0, 0.0
         for place, table in enumerate(self._of_tables):
             if table not in entries:
@@ -257,13 +244,15 @@ class CurvatureSums:
             num_blocks = self._of_tables[table].shape[1]
             slopes = torch.einsum("mt,tmd->md", at.first[both.samples], both.worth)
             bends = torch.einsum("tmd,mtu,umd->md", both.worth, at.second[both.samples], both.worth)
-            sums = [sum_by_group(part, both.blocks, num_blocks) for part in (slopes, bends)]
+            sums = [
+                contributions.sum_by_group(part, both.blocks, num_blocks)
+                for part in (slopes, bends)
+            ]
             self._of_tables[table] += torch.stack(sums)
             total, noise = total + float(sums[1].sum()), noise + float(slopes.square().sum())
         n, loss, bent = batch_size, at.loss * batch_size, float(at.second.abs().sum())
-        self._batches += torch.tensor(
-            [1, n, n * n, total, total * total, total * n, noise, loss, bent]
-        )
+        numbers = [1, n, n * n, total, total * total, total * n, noise, loss, bent]
+        self._batches += torch.tensor(numbers)
 
     def over(self, ranks: Ranks, loss: Loss | Task, *, warns: bool) -> Curvature:
         """Means over the samples of all ranks. One all_reduce, and one for the couplings of each
@@ -299,7 +288,7 @@ class CurvatureSums:
         return result
 
 
-def _coupled(reads: Reads, second: Tensor, num_blocks: int) -> Tensor:
+def _coupled(reads: contributions.Reads, second: Tensor, num_blocks: int) -> Tensor:
     """``(S, D, D)``, the couplings of a table's reads through one feature."""
     slopes = reads.slopes.double()
     bent = torch.einsum("mtu,umd->tmd", second[reads.samples], slopes) * reads.times[:, None]
@@ -346,19 +335,11 @@ def curvature(
     num_outputs: int = 1,
 ) -> Curvature:
     """Measures gradient and curvature of the loss in alpha, at alpha = 1, per table, block and
-    column.
+    column: means over samples of ``L'(z) dz/dalpha`` and ``L''(z) (dz/dalpha)^2``.
 
-        G_bc = mean over samples of L'(z) dz/dalpha_bc
-        H_bc = mean over samples of L''(z) (dz/dalpha_bc)^2
-
-    `couplings` measures K too, ``(S, D, D)`` of each table. Rows of no block, and empty bags, count
-    for nothing. Of a prepared model all are in relative steps of its alpha: what scaling the tables
-    is worth that `merge_` would make. The first `num_samples` of all ranks together are taken, or
-    all for None, so they should be shuffled.
-
-    Distributed: every rank measures its own batches, as many on each. Per batch some numbers are
-    gathered and a sharded collection is called once, or twice for multi-hot features; all_reduces
-    add up all sums, and every rank returns the same.
+    Of a prepared model all are in relative steps of its alpha: what scaling the tables is worth
+    that `merge_` would make. Distributed: every rank measures its own batches, as many on each;
+    lookups go twice for multi-hot features, all_reduces add up all sums.
     """
     enough = math.inf if num_samples is None else num_samples
     check(enough >= 1, "num_samples", "at least 1, or None for all", num_samples)
@@ -367,10 +348,14 @@ def curvature(
     read_by_name_(model, refuse_weights=None)
     device, ranks = device_of(model), ranks_of(*result.values())
     tables = [table for collection in result.values() for table in table_configs_of(collection)]
-    of = [watched_collection(collection, blocks, device) for collection in result.values()]
+    of = [
+        contributions.watched_collection(collection, blocks, device)
+        for collection in result.values()
+    ]
     sums = CurvatureSums(tables, blocks, device, couplings=couplings)
-    with evaluating(model), watching(of) as lookups:
-        at_a_time = _samples_at_a_time(of, num_outputs)
+    with evaluating(model), contributions.watching(of) as lookups:
+        floats = sum(part.floats_per_sample for part in of)
+        at_a_time = max(1, min(BYTES_AT_A_TIME // (4 * floats), samples_within(num_outputs)))
         stream = first_batches(batches, loss, ranks, enough, at_a_time)
         most = None if math.isinf(enough) else enough
         bar = progress_bar(None, "measuring", total=most, unit=" samples", delay=1)
@@ -411,25 +396,6 @@ def device_of(model: nn.Module) -> torch.device:
 def samples_within(num_outputs: int) -> int:
     """Returns the number of samples whose second derivatives fit into `DERIVATIVE_BYTES`."""
     return max(1, DERIVATIVE_BYTES // (8 * num_outputs**2))
-
-
-def _samples_at_a_time(of: Iterable[WatchedCollection], num_outputs: int) -> int:
-    """Returns the number of samples whose pooled embeddings, gradients and blocks fit into
-    `BYTES_AT_A_TIME`."""
-    floats = sum(lookup.floats_per_sample for lookup in of)
-    return max(1, min(BYTES_AT_A_TIME // (4 * floats), samples_within(num_outputs)))
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode; afterwards every module is in the mode that it was in."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, was_training in modes:
-            module.training = was_training
 
 
 def first_batches(
@@ -473,9 +439,8 @@ def first_batches(
 def checked_batch(batch: Batch, loss: Loss | Task, place: str) -> Batch:
     """Checks a batch and its labels. Local, no collective."""
     labels, num_samples = batch.labels, batch.sparse_features.stride()
-    has_labels = (
-        isinstance(labels, Tensor) and labels.dim() > 0 and (len(labels) > 0 or not num_samples)
-    )
+    has_labels = isinstance(labels, Tensor) and labels.dim() > 0
+    has_labels = has_labels and (len(labels) > 0 or not num_samples)
     requirement = f"those of {num_samples} samples, for the loss"
     remedy = "take batches of training or validation data"
     check(has_labels, f"{place}, labels", requirement, "none", remedy)
@@ -492,8 +457,8 @@ def look_up(
     loss: Loss | Task,
     place: str,
     ranks: Ranks,
-    lookups: list[Lookup],
-) -> tuple[LossDerivatives, list[Call]]:
+    lookups: list[contributions.Lookup],
+) -> tuple[LossDerivatives, list[contributions.Call]]:
     """All that needs the other ranks, too: a forward pass of a model that is watched, and
     lookups block by block."""
     lookups.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,18 +16,19 @@ from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.codes import WIDTHS, ColumnCodes, check_finite, fit_codes, is_coded
 from dnis_torchrec.blocks.counts import ROWS_AT_A_TIME, FrequencyCounts
 from dnis_torchrec.blocks.routing import RowRouting
-from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.ops.packed import values_in_codes
 from dnis_torchrec.ranks import Ranks, progress_bar
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
 from dnis_torchrec.selection.shards import (
     TableShard,
+    check_folded,
     collections,
     is_weighted,
-    local_shards,
     needs_indices,
     num_copies,
     ranks_of,
+    shards_by_table,
     table_configs_of,
 )
 from dnis_torchrec.selection.torchrec import writing_to_tables
@@ -296,40 +298,66 @@ class RoundingEnergies:
 
 
 @dataclass(frozen=True, eq=False)
-class BlockedTable:
-    """A table that has blocks."""
+class ModelTable:
+    """A table of a model, and what its scheme says of its collection."""
 
     config: EmbeddingBagConfig
     collection: str
     is_weighted: bool
     need_indices: bool
 
+    @property
+    def name(self) -> str:
+        """Of the table."""
+        return self.config.name
 
-def blocked_tables(model: nn.Module, blocks: RowBlocks) -> list[BlockedTable]:
-    """The tables of a model that have blocks, in its order. Local."""
-    tables = [
-        BlockedTable(config, fqn, is_weighted(module), needs_indices(module))
-        for fqn, module in collections(model).items()
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N and D."""
+        return self.config.num_embeddings, self.config.embedding_dim
+
+    def scheme(self, routing: RowRouting, columns: Tensor, **more: Any) -> TableScheme:
+        """The scheme of whole columns of blocks; `more` are further fields of it."""
+        return TableScheme(
+            name=self.config.name,
+            collection=self.collection,
+            num_embeddings=self.config.num_embeddings,
+            embedding_dim=self.config.embedding_dim,
+            pooling=self.config.pooling.value.lower(),
+            feature_names=tuple(self.config.feature_names),
+            is_weighted=self.is_weighted,
+            need_indices=self.need_indices,
+            routing=routing,
+            retained=columns,
+            num_retained=int((routing.row_counts() * columns.sum(1)).sum()),
+            **more,
+        )
+
+
+def tables_of(modules: Mapping[str, nn.Module]) -> list[ModelTable]:
+    """The tables of collections by FQN, in their order. Local."""
+    return [
+        ModelTable(config, fqn, is_weighted(module), needs_indices(module))
+        for fqn, module in modules.items()
         for config in table_configs_of(module)
-        if config.name in blocks.routings
     ]
+
+
+def blocked_tables(model: nn.Module, blocks: RowBlocks) -> list[ModelTable]:
+    """The tables of a model that have blocks, in its order. Local."""
+    tables = [table for table in tables_of(collections(model)) if table.name in blocks.routings]
     check(bool(tables), "blocks", "those of tables of the model", sorted(blocks.routings))
-    for config in (table.config for table in tables):
-        sizes = blocks.routings[config.name].num_embeddings, blocks.embedding_dims[config.name]
-        shape = config.num_embeddings, config.embedding_dim
-        check(sizes == shape, f"table {config.name!r}", f"blocks of N, D = {shape}", sizes)
+    for table in tables:
+        sizes = blocks.routings[table.name].num_embeddings, blocks.embedding_dims[table.name]
+        requirement = f"blocks of N, D = {table.shape}"
+        check(sizes == table.shape, f"table {table.name!r}", requirement, sizes)
     return tables
 
 
 def check_all_merged(model: nn.Module) -> None:
     """Checks that no alpha is left to be folded into a table. Local."""
     for fqn, wrapper in soft_selection_modules(model).items():
-        alpha = wrapper.alpha
-        if not all(bool((alpha.of(dim) == 1).all()) for dim in alpha.dims):
-            remedy = "call merge_ first"
-            raise RuntimeError(
-                describe(f"FQN {fqn!r}", "a merged collection", "alpha below 1", remedy)
-            )
+        check_folded(fqn, wrapper)
 
 
 @torch.no_grad()
@@ -343,15 +371,14 @@ def rounding_energies(
     widths = tuple(sorted({0, *bits}))
     check_all_merged(model)
     tables = blocked_tables(model, blocks)
-    shapes = {t.config.name: (t.config.num_embeddings, t.config.embedding_dim) for t in tables}
+    shapes = {table.name: table.shape for table in tables}
     for name, (num_rows, _) in shapes.items():
         check_known("table", name, counts.counts)
         num_counts, requirement = counts.counts[name].numel(), f"counts of {num_rows} rows"
         check(num_counts == num_rows, f"table {name!r}", requirement, num_counts)
-    holders = {fqn: collections(model)[fqn] for fqn in dict.fromkeys(t.collection for t in tables)}
-    ranks = ranks_of(*holders.values())
-    every = [shard for module in holders.values() for shard in local_shards(module)]
-    shards = {name: [shard for shard in every if shard.table == name] for name in shapes}
+    modules = collections(model)
+    holders = [modules[fqn] for fqn in dict.fromkeys(table.collection for table in tables)]
+    ranks, shards = ranks_of(*holders), shards_by_table(holders, shapes)
     copies = num_copies(shards, shapes, ranks)
     energy, largest = {}, {}
     for name, part in progress_bar(shards.items(), "rounding tables", delay=1):

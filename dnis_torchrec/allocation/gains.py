@@ -33,17 +33,8 @@ from torchrec.datasets.utils import Batch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dnis_torchrec.allocation import contributions
 from dnis_torchrec.allocation.bits import Prediction
-from dnis_torchrec.allocation.contributions import (
-    Lookup,
-    Pieces,
-    WatchedCollection,
-    answering,
-    entries_by_table,
-    sum_by_group,
-    watched_collection,
-    watching,
-)
 from dnis_torchrec.allocation.curvature import (
     Loss,
     LossDerivatives,
@@ -234,7 +225,6 @@ class LossSample:
         loss: Loss | Task,
         is_held_out: bool,
         bias: OutputBias | None = None,
-        num_samples: int = MOST_SAMPLES,
         num_outputs: int = 1,
         features: Callable[[Batch], KeyedJaggedTensor] | None = None,
     ) -> None:
@@ -243,7 +233,9 @@ class LossSample:
         self._model, self._loss, self.bias = model, loss, bias
         self._ranks, self._is_held_out = ranks_of(*result.values()), is_held_out
         self._device = device_of(model)
-        self._of = [watched_collection(part, blocks, self._device) for part in result.values()]
+        self._of = [
+            contributions.watched_collection(part, blocks, self._device) for part in result.values()
+        ]
         shards = [shard for collection in result.values() for shard in local_shards(collection)]
         shapes = {table.name: (table.num_embeddings, table.embedding_dim) for table in tables}
         self._tables = whole_rows(shards, shapes, self._ranks)
@@ -252,9 +244,8 @@ class LossSample:
         rows: dict[str, list[Tensor]] = {name: [] for name in shapes}
         of_batch = features or (lambda batch: remap(model, features_of(batch)))
         floats = sum(part.floats_per_sample for part in self._of)
-        num_samples = min(
-            num_samples, self._ranks.world_size * max(1, BYTES_OF_PIECES // (4 * floats))
-        )
+        num_samples = self._ranks.world_size * max(1, BYTES_OF_PIECES // (4 * floats))
+        num_samples = min(MOST_SAMPLES, num_samples)
         at_a_time = min(SAMPLES_AT_A_TIME, samples_within(num_outputs))
         parts = loss, self._ranks, num_samples, at_a_time
         stream = list(first_batches(batches, *parts))
@@ -288,11 +279,6 @@ class LossSample:
     def loss(self) -> float:
         """The mean loss of the model as it was measured. One all_reduce."""
         return self._mean(len(part.predictions) * part.at.loss for part in self._samples)
-
-    @property
-    def num_outputs(self) -> int:
-        """Numbers that the model returns of a sample."""
-        return self._samples[0].predictions.shape[1]
 
     def _mean(self, totals: Iterable[float]) -> float:
         """The mean over samples of what batches sum up to."""
@@ -337,7 +323,7 @@ class _Recorded:
 
     batch: Batch
     place: str
-    calls: Mapping[int, list[tuple[Lookup, list[Pieces]]]]
+    calls: Mapping[int, list[tuple[contributions.Lookup, list[contributions.Pieces]]]]
 
 
 class _Problem:
@@ -347,7 +333,7 @@ class _Problem:
         self,
         model: nn.Module,
         loss: Loss | Task,
-        of: Sequence[WatchedCollection],
+        of: Sequence[contributions.WatchedCollection],
         samples: Sequence[tuple[Batch, str]],
         ranks: Ranks,
         *,
@@ -420,13 +406,15 @@ class _Problem:
     def _record(self, batch: Batch, place: str) -> tuple[_Recorded, Tensor]:
         """Calls the model once; also returns the sum over samples of the second derivatives of the
         loss in every number. Distributed: its lookups, once or twice."""
-        with watching(self._of) as lookups:
+        with contributions.watching(self._of) as lookups:
             of_batch = self._model, batch, self._loss, place, self._ranks
             at, looked_up = look_up(*of_batch, lookups)
-        calls: dict[int, list[tuple[Lookup, list[Pieces]]]] = {id(of): [] for of in self._of}
+        calls: dict[int, list[tuple[contributions.Lookup, list[contributions.Pieces]]]] = {
+            id(of): [] for of in self._of
+        }
         for lookup, apart, _ in looked_up:
             calls[id(lookup.of)].append((lookup, list(lookup.of.pieces(lookup, apart))))
-        entries = entries_by_table(looked_up, len(batch.labels))
+        entries = contributions.entries_by_table(looked_up, len(batch.labels))
         of_columns, of_blocks = list[Tensor](), list[Tensor]()
         for name, moves in self._layout.may_move.items():
             bends = torch.zeros(len(moves), 1 + moves.shape[1], dtype=torch.float64)
@@ -435,7 +423,7 @@ class _Problem:
                 worth = both.worth * moves.to(both.worth)[both.blocks]
                 worth = torch.cat([worth.sum(2, keepdim=True), worth], dim=2)
                 bend = torch.einsum("tmd,mtu,umd->md", worth, at.second[both.samples], worth)
-                bends = sum_by_group(bend, both.blocks, len(moves)).cpu()
+                bends = contributions.sum_by_group(bend, both.blocks, len(moves)).cpu()
             of_blocks += [bends[:, 0].sum().view(1), bends[:, 0]]
             of_columns.append(bends[:, 1:].flatten())
         of_shift = at.second.sum().view(1).cpu()
@@ -448,7 +436,7 @@ class _Problem:
             for lookup, pieces in calls:
                 values = {p.name: p.times(alpha[p.table]) for p in pieces}
                 answers[collection].append(lookup.of.output_of(lookup, values))
-        with answering(self._of, answers):
+        with contributions.answering(self._of, answers):
             outputs = outputs_of(self._model, part.batch, self._loss)
         if not self._moves_shift:
             return outputs

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
+from dnis_torchrec.allocation.energies import ModelTable, tables_of
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.blocks.routing import RowRouting, routing_bytes
@@ -20,11 +20,9 @@ from dnis_torchrec.selection.shards import (
     TableShard,
     check_merged,
     collections,
-    is_weighted,
-    local_shards,
-    needs_indices,
     num_copies,
     ranks_of,
+    shards_by_table,
     table_configs_of,
 )
 
@@ -41,20 +39,8 @@ class SizeOutOfReachError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """A requested size of all tables together, told in one of two ways.
-
-    Attributes:
-        compression: bytes of the float32 tables over those of the smaller ones, index bytes
-            counted; above 1.
-        embedding_bytes: bytes of all smaller tables together.
-
-    Raises:
-        ValueError: if not exactly one of the two is given, or it is out of range.
-
-    Example:
-        >>> Size(compression=10).given, Size(compression=10).num_bytes(num_values=1000)
-        (('compression', 10), 400.0)
-    """
+    """A requested size of all tables together, index bytes counted: bytes of the float32 tables
+    over those of the smaller ones, above 1, or the bytes of the smaller ones."""
 
     compression: float | None = None
     embedding_bytes: int | None = None
@@ -76,11 +62,7 @@ class Size:
         return "embedding_bytes", self.embedding_bytes or 0
 
     def num_bytes(self, num_values: int) -> float:
-        """Bytes that the tables may take.
-
-        Args:
-            num_values: of the uncompressed tables: the sum of N D.
-        """
+        """Bytes that tables of so many values, the sum of N D, may take."""
         name, value = self.given
         # 6864 / 8.8 is 779.9999999999999
         return round(4 * num_values / value, 6) if name == "compression" else value
@@ -167,7 +149,7 @@ def prune(
         RuntimeError: if the model is not merged yet.
 
     Example:
-        >>> from torchrec.modules.embedding_modules import EmbeddingBagCollection
+        >>> from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
         >>> from dnis_torchrec.blocks.blocking import blocks_from_counts
         >>> table = EmbeddingBagConfig(
         ...     name="t", num_embeddings=4, embedding_dim=4, feature_names=["f"]
@@ -180,7 +162,7 @@ def prune(
     """
     tables, ranks = _pruned_tables(model, blocks, counts)
     if size.embedding_bytes is not None:
-        limit = 4 * sum(table.num_values for table in tables)
+        limit = 4 * sum(math.prod(table.of_model.shape) for table in tables)
         requirement = f"at most {limit}, what the uncompressed tables take"
         check(size.embedding_bytes <= limit, "embedding_bytes", requirement, size.embedding_bytes)
     # All that may raise comes before a table changes.
@@ -201,13 +183,10 @@ def drop_zeros_(
 def uncompressed_scheme(model: nn.Module) -> MixedDimensionScheme:
     """The scheme of tables of which everything stays, all rows in one block. Local."""
     schemes = {}
-    for fqn, collection in collections(model).items():
-        for config in table_configs_of(collection):
-            num_rows = config.num_embeddings
-            routing = RowRouting(num_rows, 1, boundaries=torch.tensor([0, num_rows]))
-            columns = torch.ones(1, config.embedding_dim, dtype=torch.bool)
-            scheme = _scheme(config, fqn, is_weighted(collection), routing, columns)
-            schemes[config.name] = replace(scheme, need_indices=needs_indices(collection))
+    for table in tables_of(collections(model)):
+        num_rows, dim = table.shape
+        routing = RowRouting(num_rows, 1, boundaries=torch.tensor([0, num_rows]))
+        schemes[table.name] = table.scheme(routing, torch.ones(1, dim, dtype=torch.bool))
     return MixedDimensionScheme(schemes)
 
 
@@ -215,24 +194,17 @@ def uncompressed_scheme(model: nn.Module) -> MixedDimensionScheme:
 class _Table:
     """One table to prune: this rank's shards, and what all ranks know of it."""
 
-    config: EmbeddingBagConfig
-    collection: str
-    is_weighted: bool
-    need_indices: bool
+    of_model: ModelTable
     routing: RowRouting
     counts: Tensor
-    shards: tuple[TableShard, ...]
+    seen_rows: Tensor
+    shards: list[TableShard]
     is_first_copy: bool
 
     @property
     def name(self) -> str:
         """Of the table."""
-        return self.config.name
-
-    @property
-    def num_values(self) -> int:
-        """N times D, over all ranks."""
-        return self.config.num_embeddings * self.config.embedding_dim
+        return self.of_model.name
 
     def chunks(self, *, once: bool = False) -> Iterator[tuple[Tensor, slice, slice]]:
         """Every value that this rank holds, a few rows at a time; `once`: over all ranks each value
@@ -257,28 +229,22 @@ def _pruned_tables(
     ranks = ranks_of(*modules.values())
     for fqn, module in modules.items():
         check_merged(fqn, module, ranks)
-    configs = [(fqn, config) for fqn, m in modules.items() for config in table_configs_of(m)]
-    for _, config in configs:
-        check_known("table", config.name, blocks.routings)
-        check_known("table", config.name, counts.counts)
-    shards = {
-        config.name: tuple(s for s in local_shards(modules[fqn]) if s.table == config.name)
-        for fqn, config in configs
-    }
-    shapes = {config.name: (config.num_embeddings, config.embedding_dim) for _, config in configs}
-    copies = num_copies(shards, shapes, ranks)
+    of_model = {table.name: table for table in tables_of(modules)}
+    for name in of_model:
+        check_known("table", name, blocks.routings)
+        check_known("table", name, counts.counts)
+    shards = shards_by_table(modules.values(), of_model)
+    copies = num_copies(shards, {name: table.shape for name, table in of_model.items()}, ranks)
     tables = [
         _Table(
-            config=config,
-            collection=fqn,
-            is_weighted=is_weighted(modules[fqn]),
-            need_indices=needs_indices(modules[fqn]),
-            routing=blocks.routings[config.name],
-            counts=counts.counts[config.name],
-            shards=shards[config.name],
-            is_first_copy=copies[config.name] == 1 or ranks.is_first,
+            of_model=table,
+            routing=blocks.routings[name],
+            counts=counts.counts[name],
+            seen_rows=blocks.seen_rows[name],
+            shards=shards[name],
+            is_first_copy=copies[name] == 1 or ranks.is_first,
         )
-        for fqn, config in configs
+        for name, table in of_model.items()
     ]
     bad = [sum(not chunk.isfinite().all() for chunk, _, _ in table.chunks()) for table in tables]
     num_bad = ranks.max_(torch.tensor(bad, dtype=torch.int64)).tolist()
@@ -342,14 +308,14 @@ def mean_squares(table: _Table, ranks: Ranks) -> Tensor:
         limbs[1, :, columns].index_add_(0, block, low.long())
     high, low = ranks.sum_(limbs)[:, :num_blocks].double()
     sums = (high + low / 2.0**LIMB_BITS) / 2.0**LIMB_BITS * unit
-    return sums / _num_seen_rows(table).clamp(min=1).unsqueeze(1)
+    return sums / table.seen_rows.double().clamp(min=1).unsqueeze(1)
 
 
 def _largest_squares(table: _Table, ranks: Ranks) -> Tensor:
     """``(S, D)`` float64: the largest square of a seen row in every column of every block."""
     num_blocks = table.routing.num_blocks
     # One row more than there are blocks, for rows of no block.
-    largest = torch.zeros(num_blocks + 1, table.config.embedding_dim, dtype=torch.float64)
+    largest = torch.zeros(num_blocks + 1, table.of_model.shape[1], dtype=torch.float64)
     for chunk, rows, columns in table.chunks(once=True):
         squares = _seen_squares(table, chunk, rows)
         index = table.blocks_of(rows).unsqueeze(1).expand_as(squares)
@@ -363,17 +329,8 @@ def _seen_squares(table: _Table, chunk: Tensor, rows: slice) -> Tensor:
     return squares
 
 
-def _num_seen_rows(table: _Table) -> Tensor:
-    """``(S,)`` float64. Every rank has all counts, so nothing is reduced."""
-    total, step = torch.zeros(table.routing.num_blocks + 1, dtype=torch.int64), 1 << 16
-    for first in range(0, table.config.num_embeddings, step):
-        rows = slice(first, min(first + step, table.config.num_embeddings))
-        total.index_add_(0, table.blocks_of(rows), (table.counts[rows] > 0).long())
-    return total[: table.routing.num_blocks].double()
-
-
 def _scheme_of(table: _Table, columns: Tensor, ranks: Ranks) -> TableScheme:
-    has_values = torch.zeros(table.config.num_embeddings, dtype=torch.uint8)
+    has_values = torch.zeros(table.of_model.shape[0], dtype=torch.uint8)
     num_values = torch.zeros(1, dtype=torch.int64)
     for chunk, rows, _ in table.chunks(once=True):
         has_values[rows] |= (chunk != 0).any(dim=1).cpu()
@@ -381,33 +338,8 @@ def _scheme_of(table: _Table, columns: Tensor, ranks: Ranks) -> TableScheme:
     has_values, num_values = ranks.max_(has_values).bool(), ranks.sum_(num_values)
     routing = _without_empty_rows(table.routing, has_values, columns)
     columns = columns & (routing.row_counts() > 0).unsqueeze(1)
-    scheme = _scheme(
-        table.config, table.collection, table.is_weighted, routing, columns, int(num_values)
-    )
-    return replace(scheme, need_indices=table.need_indices)
-
-
-def _scheme(
-    config: EmbeddingBagConfig,
-    collection: str,
-    is_weighted: bool,
-    routing: RowRouting,
-    columns: Tensor,
-    num_values: int | None = None,
-) -> TableScheme:
-    num_stored = int((routing.row_counts() * columns.sum(1)).sum())
-    return TableScheme(
-        name=config.name,
-        collection=collection,
-        num_embeddings=config.num_embeddings,
-        embedding_dim=config.embedding_dim,
-        pooling=config.pooling.value.lower(),
-        feature_names=tuple(config.feature_names),
-        is_weighted=is_weighted,
-        routing=routing,
-        retained=columns,
-        num_retained=num_stored if num_values is None else min(num_values, num_stored),
-    )
+    scheme = table.of_model.scheme(routing, columns)
+    return replace(scheme, num_retained=min(int(num_values), scheme.num_retained))
 
 
 def _without_empty_rows(routing: RowRouting, has_values: Tensor, columns: Tensor) -> RowRouting:

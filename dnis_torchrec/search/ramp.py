@@ -9,7 +9,7 @@ from torch import nn
 
 from dnis_torchrec.allocation.bits import retained_columns
 from dnis_torchrec.allocation.curvature import curvature
-from dnis_torchrec.allocation.energies import BITS, BlockedTable, blocked_tables
+from dnis_torchrec.allocation.energies import BITS, ModelTable, blocked_tables
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.ranks import rank_of
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
@@ -102,12 +102,12 @@ def _compression_of_all(blocks: RowBlocks) -> float:
     return 32 * sum(values.values()) / sum(values[name] * bits[name] for name in values)
 
 
-def check_reachable(tables: list[BlockedTable], blocks: RowBlocks, compression: float) -> None:
+def check_reachable(tables: list[ModelTable], blocks: RowBlocks, compression: float) -> None:
     """Checks before any training that a size can be met. Local."""
     worth = {}
     for table in tables:
-        num_blocks = blocks.routings[table.config.name].num_blocks
-        worth[table.config.name] = torch.ones(num_blocks, table.config.embedding_dim)
+        num_blocks = blocks.routings[table.name].num_blocks
+        worth[table.name] = torch.ones(num_blocks, table.shape[1])
     try:
         retained_columns(tables, blocks, worth, bits=FEWEST_BITS, compression=compression)
     except ValueError as error:

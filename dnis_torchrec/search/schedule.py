@@ -42,11 +42,6 @@ class LevelSchedule:
     """Says when the upper level steps: after every lower step, once a warm-up of at least one step
     is over; with None for its length once `BilevelStream.alternate` says so. It takes `upper_steps`
     at most.
-
-    Example:
-        >>> schedule = LevelSchedule(warm_up_steps=2)
-        >>> [schedule.level(step).value[0] for step in range(6)]
-        ['l', 'l', 'l', 'u', 'l', 'u']
     """
 
     # DistributedDataParallel learns its buckets in the first backward pass, which has to be that of
@@ -94,11 +89,6 @@ class BilevelStream(Generic[_T]):
     iterable that reorders itself (a DataLoader with shuffle) gives a new order each time. A resumed
     run goes on with the batches that it would have seen, if the order of an epoch depends on
     nothing but the iterable's attribute ``epoch``, where it has one, and on torch's random numbers.
-
-    Example:
-        >>> stream = BilevelStream(["t0", "t1", "t2"], ["v0"], LevelSchedule(warm_up_steps=2))
-        >>> [next(stream) for _ in range(6)]
-        ['t0', 't1', 't2', 'v0', 't0', 'v0']
     """
 
     def __init__(
@@ -244,11 +234,6 @@ class BilevelStream(Generic[_T]):
 class OnePass(BilevelStream[_T]):
     """Batches of one stream, read once, for both levels: an upper step sees a batch first, and the
     next lower step trains on it. So alpha learns from batches that no weight has learnt from.
-
-    Example:
-        >>> stream = OnePass(["b0", "b1", "b2", "b3"], LevelSchedule(warm_up_steps=1))
-        >>> list(stream)
-        ['b0', 'b1', 'b2', 'b2', 'b3', 'b3']
     """
 
     def __init__(self, source: Iterable[_T], schedule: LevelSchedule = LevelSchedule()) -> None:

@@ -38,7 +38,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from dnis_torchrec.checks import check, check_known, describe, nearest
-from dnis_torchrec.ranks import on_rank_zero, together
+from dnis_torchrec.ranks import Ranks, on_rank_zero, together
 from dnis_torchrec.selection.shards import (
     collections,
     holders_of_tables,
@@ -114,35 +114,18 @@ def make_sharding_plan(
     topology: Topology | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> ShardingPlan:
-    """Plans with TorchRec's EmbeddingShardingPlanner on rank 0, for all ranks.
-
-    All ranks get rank 0's plan, or its error. With ``planner.collective_plan`` an error on rank 0
-    leaves the others waiting; ranks that plan for themselves may choose different plans.
+    """Plans with TorchRec's planner on rank 0: all ranks get its plan, or its error. The machines
+    are made from the process group, LOCAL_WORLD_SIZE and the device's memory if not given.
 
     On a CPU tables that FBGEMM's fused kernels do not take, such as first-order weights in one
     column, get the dense kernel. Their optimizer is then that of dense weights.
-
-    Distributed: one all_gather_object and one broadcast_object_list.
-
-    Args:
-        model: unsharded, prepared or not; on any device, "meta" included.
-        device: where it will be sharded to; its memory is what a GPU is planned with.
-        sharders: what may be sharded and how.
-        constraints: table -> what the planner has to keep to.
-        topology: the machines; made from the process group, LOCAL_WORLD_SIZE and the memory of
-            `device` if None.
-        process_group: the ranks; all of them if None.
-
-    Returns:
-        TorchRec's plan, the same on every rank.
-
-    Raises:
-        ValueError: on all ranks, for a constraint on a table that there is not, a sharding type or
-            compute kernel that no sharder offers, or constraints that do not fit the machines.
-        RuntimeError: if there is no process group.
     """
+    # With `planner.collective_plan` an error on rank 0 leaves the others waiting.
     world_size, sharders = _world_size(process_group), with_processors(sharders)
-    topology = topology if topology is not None else _topology(device, world_size)
+    if topology is None:  # the hosts that the launcher names; each GPU has the memory of this one
+        is_gpu, local_size = device.type == "cuda", get_local_size(world_size)
+        memory = torch.cuda.get_device_properties(device).total_memory if is_gpu else None
+        topology = Topology(world_size, device.type, hbm_cap=memory, local_world_size=local_size)
 
     def plan() -> ShardingPlan:
         possible = _possible_constraints(model, device, sharders, topology, constraints or {})
@@ -355,18 +338,6 @@ def _world_size(process_group: dist.ProcessGroup | None) -> int:
     return dist.get_world_size(process_group)
 
 
-def _topology(device: torch.device, world_size: int) -> Topology:
-    """Returns the hosts that the launcher names; each GPU has the memory of this one."""
-    is_gpu = device.type == "cuda"
-    memory = torch.cuda.get_device_properties(device).total_memory if is_gpu else None
-    return Topology(
-        world_size=world_size,
-        local_world_size=get_local_size(world_size),
-        compute_device=device.type,
-        hbm_cap=memory,
-    )
-
-
 def _possible_constraints(
     model: nn.Module,
     device: torch.device,
@@ -519,11 +490,8 @@ def _check_pooling(plan: ShardingPlan, model: nn.Module) -> None:
 
 def _check_same(plan: ShardingPlan, process_group: dist.ProcessGroup | None) -> None:
     """Raises on every rank if one of them has another plan than the first."""
-    digests = [""] * dist.get_world_size(process_group)
-    if len(digests) == 1:
-        return
-    digest = hashlib.sha256(str(plan).encode()).hexdigest()
-    dist.all_gather_object(digests, digest, group=process_group)
+    group = Ranks(dist.group.WORLD if process_group is None else process_group)
+    digests = group.gather(hashlib.sha256(str(plan).encode()).hexdigest())
     ranks = [rank for rank, of_rank in enumerate(digests) if of_rank != digests[0]]
     remedy = "make it with make_sharding_plan"
     check(not ranks, "sharding plan", "the same on every rank", f"another on ranks {ranks}", remedy)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
@@ -218,6 +218,14 @@ def local_shards(collection: nn.Module) -> list[TableShard]:
     return shards
 
 
+def shards_by_table(
+    modules: Iterable[nn.Module], tables: Iterable[str]
+) -> dict[str, list[TableShard]]:
+    """Table -> its local shards in some collections. Local, no collective."""
+    every = [shard for module in modules for shard in local_shards(module)]
+    return {name: [shard for shard in every if shard.table == name] for name in tables}
+
+
 def ranks_of(*modules: nn.Module) -> Ranks:
     """The ranks that hold the shards of some collections; this process alone without any."""
     for module in modules:
@@ -274,9 +282,15 @@ def check_merged(fqn: str, collection: nn.Module, ranks: Ranks) -> None:
         requirement, kind = "a merged, unsharded collection", type(collection).__name__
         raise RuntimeError(describe(place, requirement, kind, remedy))
     if isinstance(collection, SoftSelectionModule):
-        alpha = collection.alpha
-        if not all(bool((alpha.of(dim) == 1).all()) for dim in alpha.dims):
-            raise RuntimeError(describe(place, "a merged collection", "alpha below 1", remedy))
+        check_folded(fqn, collection)
+
+
+def check_folded(fqn: str, wrapper: SoftSelectionModule) -> None:
+    """Checks that no alpha is left to be folded into a table. Local."""
+    alpha, remedy = wrapper.alpha, "call merge_ first"
+    if not all(bool((alpha.of(dim) == 1).all()) for dim in alpha.dims):
+        text = describe(f"FQN {fqn!r}", "a merged collection", "alpha below 1", remedy)
+        raise RuntimeError(text)
 
 
 def dense_state(model: nn.Module, served_fqns: Collection[str] = ()) -> dict[str, Tensor]:

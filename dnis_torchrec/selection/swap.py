@@ -21,21 +21,8 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.selection import shards
 from dnis_torchrec.selection.alpha import Alpha
-from dnis_torchrec.selection.shards import (
-    check_distinct,
-    collections,
-    frozen_tables_of,
-    holders_of_tables,
-    is_pooled,
-    is_weighted,
-    local_shards,
-    multiply_by_alpha_,
-    needs_indices,
-    table_configs_of,
-    tables_under,
-    whole_module_of,
-)
 from dnis_torchrec.selection.torchrec import (
     Plain,
     Sharded,
@@ -114,15 +101,17 @@ def prepare_(
             remedy = "call prepare_ before DistributedModelParallel"
             requirement = "an unsharded collection"
             raise RuntimeError(describe(f"FQN {fqn!r}", requirement, "a sharded one", remedy))
-    plain = cast(dict[str, Plain], collections(model))
+    plain = cast(dict[str, Plain], shards.collections(model))
     check(bool(plain), "prepare_", "a model with an embedding collection", type(model).__name__)
     remedy = f"leave it out to wrap all collections: {', '.join(map(repr, plain))}"
     check(fqns is None or len(fqns) > 0, "fqns", "at least one FQN", "none", remedy)
     for fqn in fqns or ():
         check_known("FQN", fqn, plain)
     choice = {fqn: module for fqn, module in plain.items() if fqns is None or fqn in fqns}
-    tables = [table for collection in choice.values() for table in table_configs_of(collection)]
-    check_distinct([table.name for table in tables], "over all wrapped collections")
+    tables = [
+        table for collection in choice.values() for table in shards.table_configs_of(collection)
+    ]
+    shards.check_distinct([table.name for table in tables], "over all wrapped collections")
     features = {feature for table in tables for feature in table.feature_names}
     for feature in multi_hot_features or ():
         check_known("feature", feature, features)
@@ -131,7 +120,7 @@ def prepare_(
     alpha = Alpha(blocks.alpha_shapes)
     wrappers = []  # all of them before the first is put in: a model that does not fit stays whole
     for fqn, collection in choice.items():
-        whole = whole_module_of(model, fqn)
+        whole = shards.whole_module_of(model, fqn)
         wrapper: SoftSelectionModule
         if isinstance(collection, EmbeddingCollection):
             wrapper = SoftSelectionEmbeddingCollection(collection, blocks, alpha=alpha)
@@ -188,14 +177,14 @@ def merge_(model: nn.Module) -> nn.Module:
 def unshard_(model: nn.Module) -> nn.Module:
     """Gives the plain model back from DistributedModelParallel at world size 1."""
     plain = get_unwrapped_module(model)
-    for fqn, module in collections(model).items():
+    for fqn, module in shards.collections(model).items():
         if not isinstance(module, Sharded):
             continue
         world_size = sharding_env(module).world_size
         if world_size > 1:
             limit, remedy = "supported is world size 1", ON_RANKS
             raise NotImplementedError(describe(f"FQN {fqn!r}", limit, world_size, remedy))
-        around, whole = _plain_around(module), whole_module_of(plain, fqn)
+        around, whole = _plain_around(module), shards.whole_module_of(plain, fqn)
         if whole is not module:
             around = with_processors_of(whole, cast(EmbeddingBagCollection, around))
         plain = replace_(plain, whole, around)
@@ -220,7 +209,7 @@ def fold_(model: nn.Module) -> None:
         raise RuntimeError(describe("merge_", "a prepared model", "no wrapped collection", remedy))
     with writing_to_tables(model):
         for wrapper in wrappers.values():
-            multiply_by_alpha_(wrapper)
+            shards.multiply_by_alpha_(wrapper)
     for wrapper in wrappers.values():
         for dim in wrapper.alpha.dims:
             wrapper.alpha.of(dim).fill_(1.0)
@@ -228,10 +217,10 @@ def fold_(model: nn.Module) -> None:
 
 def check_weights_apart(model: nn.Module, fqns: Collection[str] | None = None) -> None:
     """Refuses tables whose weights others share: each needs its own alpha and codes. Local."""
-    model, modules = get_unwrapped_module(model), collections(model)
+    model, modules = get_unwrapped_module(model), shards.collections(model)
     kinds = EmbeddingBagCollection | EmbeddingCollection
     plain = {fqn: module for fqn, module in modules.items() if isinstance(module, kinds)}
-    tables = [table for c in plain.values() for table in holders_of_tables(c).values()]
+    tables = [table for c in plain.values() for table in shards.holders_of_tables(c).values()]
     of_collections = {id(table) for table in tables}
     holders: dict[int, list[str]] = {}
     for fqn, module in model.named_modules():
@@ -242,8 +231,8 @@ def check_weights_apart(model: nn.Module, fqns: Collection[str] | None = None) -
                 holders.setdefault(_memory(weight), []).append(name)
     remedy = "let one table read the features of both (feature_names), or copy the weights"
     for fqn in plain if fqns is None else fqns:
-        for table, holder in holders_of_tables(plain[fqn]).items():
-            name = f"{fqn}.{tables_under(plain[fqn])}.{table}.weight".removeprefix(".")
+        for table, holder in shards.holders_of_tables(plain[fqn]).items():
+            name = f"{fqn}.{shards.tables_under(plain[fqn])}.{table}.weight".removeprefix(".")
             names = [n for n in holders[_memory(cast(torch.Tensor, holder.weight))] if n != name]
             text = f"those of {names[0]!r} too" if names else ""
             check(not names, f"table {table!r}", "weights of its own", text, remedy)
@@ -257,21 +246,21 @@ def _memory(weight: torch.Tensor) -> int:
 def _plain_around(holder: nn.Module) -> nn.Module:
     """A plain collection around the live weights of a sharded or wrapped one."""
     meta = torch.device("meta")
-    if is_pooled(holder):
-        bags, weighs = table_configs_of(holder), is_weighted(holder)
+    if shards.is_pooled(holder):
+        bags, weighs = shards.table_configs_of(holder), shards.is_weighted(holder)
         return _take_live_weights_(EmbeddingBagCollection(bags, weighs, meta), holder)
     if isinstance(holder, ShardedEmbeddingCollection):
         tables = sequence_configs_of(holder)
     else:
         tables = cast(EmbeddingCollectionInterface, holder).embedding_configs()
-    plain = EmbeddingCollection(tables, device=meta, need_indices=needs_indices(holder))
+    plain = EmbeddingCollection(tables, device=meta, need_indices=shards.needs_indices(holder))
     return _take_live_weights_(plain, holder)
 
 
 def _take_live_weights_(plain: PlainCollection, holder: nn.Module) -> PlainCollection:
-    shards, frozen = local_shards(holder), frozen_tables_of(holder)
-    for table, target in holders_of_tables(plain).items():
-        parts = [shard for shard in shards if shard.table == table]
+    every, frozen = shards.local_shards(holder), shards.frozen_tables_of(holder)
+    for table, target in shards.holders_of_tables(plain).items():
+        parts = [shard for shard in every if shard.table == table]
         weight = parts[0].weight
         if len(parts) > 1:  # column-wise shards are joined
             weight = weight.new_empty(cast(torch.Tensor, target.weight).shape)

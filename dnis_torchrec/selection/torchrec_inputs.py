@@ -122,7 +122,7 @@ def remap(model: nn.Module, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     check_remapping(model)
     bags = dict(copy.copy(features).to_dict())  # the batch itself is left as it was
     for fqn, collection in collections.items():
-        with _in_eval_mode(collection):
+        with evaluating(collection):
             for table, module, names in _remappings(collection):
                 for name in names:
                     check_known(f"feature of table {table!r} in FQN {fqn!r}", name, bags)
@@ -217,9 +217,10 @@ def _readers(model: nn.Module) -> dict[str, set[str]]:
 
 
 @contextmanager
-def _in_eval_mode(collection: ManagedCollisionCollection) -> Iterator[None]:
-    modes = [(module, module.training) for module in collection.modules()]
-    collection.eval()
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """In evaluation mode; afterwards every module is in the mode that it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
     try:
         yield
     finally:
