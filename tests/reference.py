@@ -17,7 +17,7 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.artifact.load import exact_rows, read_scheme
+from dnis_torchrec.artifact.load import ArtifactFolder, exact_rows, read_scheme
 from dnis_torchrec.artifact.write import write_artifact
 from dnis_torchrec.blocks.codes import WIDTHS, feedback_of
 from dnis_torchrec.blocks.routing import RowRouting
@@ -29,6 +29,11 @@ from dnis_torchrec.serving.packed import PackedTable
 from dnis_torchrec.training.rounded import RoundedTables
 
 Bags = list[list[int]]
+
+
+def load_dense_state(path: Path) -> dict[str, Tensor]:
+    """What an artifact holds of a model beside its tables."""
+    return ArtifactFolder(path).tensors("dense_state")
 
 
 @dataclass

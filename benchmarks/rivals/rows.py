@@ -13,7 +13,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from benchmarks.rivals.task import Served, Task, UnmetError, best_of, counts_of, plain, shards_of, train
 from dnis_torchrec.allocation.axes import rotate_, rotation_groups, with_axes_
-from dnis_torchrec.cli.narrow_rows import rounded_rows, table_bytes
+from dnis_torchrec.cli.judge import rounded_rows, table_bytes
 from dnis_torchrec.selection.shards import table_configs
 
 BITS = {"fp32": 32, "int8": 8, "int4": 4}

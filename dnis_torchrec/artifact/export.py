@@ -13,21 +13,13 @@ from torch import Tensor, nn
 from dnis_torchrec.allocation.axes import has_axes, with_axes_, without_axes_
 from dnis_torchrec.allocation.compress import served_collections
 from dnis_torchrec.artifact.load import ArtifactFolder, load
-from dnis_torchrec.artifact.manifest import read_encoder
+from dnis_torchrec.artifact.manifest import read_plain_file
 from dnis_torchrec.artifact.write import check_forms, write_artifact
 from dnis_torchrec.blocks.counts import table_name
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.scheme import PACKED, MixedDimensionScheme, TableScheme
-from dnis_torchrec.selection.shards import (
-    TableShard,
-    check_merged,
-    collections,
-    dense_state,
-    local_shards,
-    needs_indices,
-    ranks_of,
-    table_configs_of,
-)
+from dnis_torchrec.selection import shards
+from dnis_torchrec.selection.shards import TableShard, collections
 from dnis_torchrec.serving.gate import Gate
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
 from dnis_torchrec.serving.sequences import ServedEmbeddingCollection
@@ -81,29 +73,29 @@ def export(
     served_modules = served_collections(model)
     if served_modules:
         rows = _bit_fields(model, served_modules, scheme, forms)
-        facts |= {"forms": (PACKED,), "dense_state": dense_state(model, served_modules)}
+        facts |= {"forms": (PACKED,), "dense_state": shards.dense_state(model, served_modules)}
         return write_artifact(rows, scheme, path, **facts)
     modules = collections(model)
-    ranks = ranks_of(*modules.values())
+    ranks = shards.ranks_of(*modules.values())
     for fqn, module in modules.items():
-        check_merged(fqn, module, ranks)
+        shards.check_merged(fqn, module, ranks)
     if not scheme.tables:
         requirement, remedy = "a scheme of searched tables", "search and prune first"
         raise RuntimeError(describe("export", requirement, "an empty one", remedy))
-    configs = [config for module in modules.values() for config in table_configs_of(module)]
-    shards: dict[str, list[TableShard]] = {config.name: [] for config in configs}
+    configs = [config for module in modules.values() for config in shards.table_configs_of(module)]
+    parts: dict[str, list[TableShard]] = {config.name: [] for config in configs}
     for module in modules.values():
-        for shard in local_shards(module):
-            shards[shard.table].append(shard)
+        for part in shards.local_shards(module):
+            parts[part.table].append(part)
     for name, table in scheme.tables.items():
-        if name not in shards and table.table_name in shards:  # several collections have one
-            of_one = local_shards(modules[table.collection])
-            shards[name] = [part for part in of_one if part.table == table.table_name]
-        check_known("table", name, shards)
+        if name not in parts and table.table_name in parts:  # several collections have one
+            of_one = shards.local_shards(modules[table.collection])
+            parts[name] = [part for part in of_one if part.table == table.table_name]
+        check_known("table", name, parts)
     remedy = "prune to a larger size"
     check(scheme.parameters > 0, "export", "a scheme that retains a value", "none", remedy)
-    facts |= {"forms": forms, "dense_state": dense_state(model)}
-    return write_artifact(shards, scheme, path, ranks, **facts)
+    facts |= {"forms": forms, "dense_state": shards.dense_state(model)}
+    return write_artifact(parts, scheme, path, ranks, **facts)
 
 
 def _bytes_of(encoder: FrameEncoder, scheme: MixedDimensionScheme) -> bytes:
@@ -126,10 +118,9 @@ def _bit_fields(
     rest = collections(model)
     remedy = "compress the model as a whole"
     check(not rest, "export", "all collections packed, or none", f"{[*rest]} in float32", remedy)
-    names_of_forms = (PACKED,) if forms is None else check_forms(forms)
     remedy = "leave forms out; load(path, form='mixed_dimension') makes the other one"
-    is_packed, actual = names_of_forms == (PACKED,), list(names_of_forms)
-    check(is_packed, "forms", "packed, which the tables are", actual, remedy)
+    is_packed = forms is None or check_forms(forms) == (PACKED,)
+    check(is_packed, "forms", "packed, which the tables are", forms, remedy)
     tables: dict[str, TableScheme] = {}
     rows: dict[str, Tensor] = {}
     for module in served_modules.values():
@@ -162,10 +153,7 @@ def load_model(model: nn.Module, path: Path | str, *, form: str | None = None) -
     """
     folder, modules = ArtifactFolder(path), collections(model)
     scheme, dense = folder.scheme(), folder.tensors("dense_state")
-    names = sorted({table.collection for table in scheme.tables.values()})
-    for name in names:
-        check_known("FQN", name, modules)
-        check_features(modules[name], scheme, name, path)
+    names = check_features(modules, scheme, path)
     if names == [""]:
         return load(path, form=form)
     adds_axes = has_axes(dense) and not has_axes(model.state_dict())
@@ -190,7 +178,7 @@ def load_model(model: nn.Module, path: Path | str, *, form: str | None = None) -
         raise
     for name, module in served_modules.items():
         if isinstance(module, ServedEmbeddingCollection):  # release 0.1.0 did not write it
-            module.pass_indices_(needs_indices(modules[name]))
+            module.pass_indices_(shards.needs_indices(modules[name]))
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, module)
     model.load_state_dict(dense, strict=False)
@@ -237,7 +225,10 @@ def load_predictor(path: Path | str, model: nn.Module | None = None) -> Predicto
     """
     from dnis_torchrec.data.frames import FrameEncoder, model_of  # loads pandas
 
-    folder, encoder = ArtifactFolder(path), FrameEncoder.from_bytes(*read_encoder(path))
+    folder, remedy = ArtifactFolder(path), "export with encoder=recipe.data.encoder"
+    name = folder.manifest.get("encoder")
+    check(name is not None, str(path), "an encoder of raw rows", "none", remedy)
+    encoder = FrameEncoder.from_bytes(*read_plain_file(path, folder.manifest, str(name)))
     if model is None:
         remedy = "pass the model: load_predictor(path, model)"
         is_named = encoder.model is not None
@@ -249,15 +240,19 @@ def load_predictor(path: Path | str, model: nn.Module | None = None) -> Predicto
 
 
 def check_features(
-    collection: nn.Module, scheme: MixedDimensionScheme, fqn: str, artifact: Path | str
-) -> None:
-    """Refuses tables that read other features than the model's."""
-    configs = table_configs_of(collection)
-    of_model = {table_name(config.name, fqn): list(config.feature_names) for config in configs}
-    tables = [table for table in scheme.tables.values() if table.collection == fqn]
-    features = {table.table_name: list(table.feature_names) for table in tables}
-    for name in sorted({*of_model, *features}):
-        place = f"{artifact}, table {name!r}"
-        requirement = f"the features of the model's table, {of_model.get(name, [])}"
-        fits, actual = of_model.get(name) == features.get(name), features.get(name, [])
-        check(fits, place, requirement, actual, "use the model of the run")
+    modules: Mapping[str, nn.Module], scheme: MixedDimensionScheme, artifact: Path | str
+) -> list[str]:
+    """Refuses tables that read other features than the model's; gives the FQNs of collections."""
+    fqns = sorted({table.collection for table in scheme.tables.values()})
+    for fqn in fqns:
+        check_known("FQN", fqn, modules)
+        configs = shards.table_configs_of(modules[fqn])
+        of_model = {table_name(config.name, fqn): list(config.feature_names) for config in configs}
+        tables = [table for table in scheme.tables.values() if table.collection == fqn]
+        features = {table.table_name: list(table.feature_names) for table in tables}
+        for name in sorted({*of_model, *features}):
+            place = f"{artifact}, table {name!r}"
+            requirement = f"the features of the model's table, {of_model.get(name, [])}"
+            fits, actual = of_model.get(name) == features.get(name), features.get(name, [])
+            check(fits, place, requirement, actual, "use the model of the run")
+    return fqns

@@ -6,6 +6,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,31 +15,16 @@ import torch
 from torch import Tensor
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
+from dnis_torchrec import scheme as schemes
 from dnis_torchrec.artifact.manifest import MANIFEST, content_id, read_artifact_file, read_manifest
 from dnis_torchrec.blocks.codes import decode_rows, row_strides, unpack_fields
 from dnis_torchrec.blocks.routing import RowDirectory
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.ops.packed import values_in_codes
-from dnis_torchrec.scheme import (
-    FORMS,
-    MIXED_DIMENSION,
-    PACKED,
-    MixedDimensionScheme,
-    TableScheme,
-    form_named,
-    rows_per_chunk,
-)
-from dnis_torchrec.serving.packed import (
-    PackedEmbeddingBagCollection,
-    PackedTable,
-    pack_rows,
-    split_blocks,
-)
-from dnis_torchrec.serving.sequences import (
-    ServedEmbeddingCollection,
-    is_unpooled,
-    table_of_single_ids,
-)
+from dnis_torchrec.scheme import FORMS, MIXED_DIMENSION, PACKED, MixedDimensionScheme, TableScheme
+from dnis_torchrec.serving import packed, sequences
+from dnis_torchrec.serving.packed import PackedTable
+from dnis_torchrec.serving.sequences import ServedEmbeddingCollection, table_of_single_ids
 from dnis_torchrec.serving.tables import MEAN, UNKNOWN_IDS, MeanForUnknownIds
 from dnis_torchrec.serving.trainable import MixedDimensionEmbeddingBagCollection, block_tables
 
@@ -84,13 +70,13 @@ def load(
     """
     ways = (*UNKNOWN_IDS, MEAN)
     check(unknown_ids in ways, "unknown_ids", f"one of {ways}", repr(unknown_ids))
-    form = None if form is None else form_named(form)
+    form = None if form is None else schemes.form_named(form)
     folder = ArtifactFolder(path)
     form = form or (PACKED if PACKED in folder.manifest["forms"] else MIXED_DIMENSION)
     scheme = folder.collection(collection)
     shards = {name: folder.shards(table, form, verify) for name, table in scheme.tables.items()}
     data = folder.tensors("directories", verify) if form == PACKED else {}
-    if is_unpooled(scheme):
+    if sequences.is_unpooled(scheme):
         tables = {
             name: _build(form, table_of_single_ids(table), shards, device, unknown_ids, data)
             for name, table in scheme.tables.items()
@@ -113,7 +99,7 @@ def serve(
     unknown_ids: str = "error",
 ) -> EmbeddingBagCollectionInterface:
     """Builds a serving module of one collection from its tables, without an artifact."""
-    form, shards = form_named(form), {}
+    form, shards = schemes.form_named(form), {}
     for name, table in scheme.tables.items():
         shards[name] = [whole_shard(form, table, rows_of(tables[name].detach()))]
     return _build(form, scheme, shards, device, unknown_ids)
@@ -128,11 +114,6 @@ def exact_rows(path: Path | str) -> dict[str, Rows]:
     """The values of all tables, bit for bit, from whichever form the artifact holds."""
     folder = ArtifactFolder(path)
     return {name: folder.rows(table, True) for name, table in folder.scheme().tables.items()}
-
-
-def load_dense_state(path: Path | str) -> dict[str, Tensor]:
-    """Reads the model's other weights; none of a model that is tables alone."""
-    return ArtifactFolder(path).tensors("dense_state")
 
 
 def _build(
@@ -151,7 +132,7 @@ def _build(
             name: packed_table(table, shards[name], directories.get(name))
             for name, table in scheme.tables.items()
         }
-        module: Any = PackedEmbeddingBagCollection(scheme, tables, unknown_ids=way)
+        module: Any = packed.PackedEmbeddingBagCollection(scheme, tables, unknown_ids=way)
     else:
         module = MixedDimensionEmbeddingBagCollection(scheme, device="meta", unknown_ids=way)
         for name, table in scheme.tables.items():
@@ -199,15 +180,11 @@ class ArtifactFolder:
             requirement = f"names of features of table {name!r}"
             check(bool(fields["feature_names"]), place, requirement, "none", remedy)
             for form, shards in fields["shards"].items():
-                # they have to follow each other from the first row to the last
-                row, where = 0, f"table {name!r}, form {form!r}"
-                for shard in shards:
-                    follows = shard["first_row"] == row and shard["num_rows"] > 0
-                    actual = f"row {shard['first_row']}, {shard['num_rows']} rows"
-                    check(follows, place, f"a shard of {where} from row {row} on", actual, remedy)
-                    row += shard["num_rows"]
-                num_rows = fields["num_embeddings"]
-                check(row == num_rows, place, f"shards of {where} of {num_rows} rows", row, remedy)
+                sizes = [shard["num_rows"] for shard in shards]
+                starts = [*(shard["first_row"] for shard in shards), fields["num_embeddings"]]
+                follow = starts == [*accumulate(sizes, initial=0)] and min(sizes, default=1) > 0
+                requirement = f"shards of table {name!r}, form {form!r}, from first row to last"
+                check(follow, place, requirement, reprlib.repr(shards), remedy)
         tensors = self.tensors("scheme")
         try:
             scheme = MixedDimensionScheme.from_parts(facts, tensors)
@@ -238,8 +215,9 @@ class ArtifactFolder:
     def rows(self, table: TableScheme, verify: bool) -> Rows:
         """The values of a table."""
         forms = self.manifest["tables"][table.name]["shards"]
-        place, update = f"artifact {str(self.path)!r}, table {table.name!r}", "update dnis_torchrec"
-        check(bool(set(forms) & set(FORMS)), place, f"one of {FORMS}", sorted(forms), update)
+        place = f"artifact {str(self.path)!r}, table {table.name!r}"
+        is_read = bool({*forms} & {*FORMS})
+        check(is_read, place, f"one of {FORMS}", sorted(forms), "update dnis_torchrec")
         form = PACKED if PACKED in forms else MIXED_DIMENSION
         shards = self._read(table, form, verify)
         return (rows_of_packed if form == PACKED else rows_of_blocks)(table, shards)
@@ -271,13 +249,10 @@ class Shard:
 
     def check(self, dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Checks that the shard holds just these tensors."""
-        names, tensors, remedy = sorted(shapes), sorted(self.tensors), "export again"
-        check(tensors == names, self.place, reprlib.repr(names), reprlib.repr(tensors), remedy)
-        for name, shape in shapes.items():
-            tensor, requirement = self.tensors[name], f"{name!r} as {dtype} of shape {shape}"
-            fits = tensor.dtype == dtype and tuple(tensor.shape) == shape
-            actual = f"{tensor.dtype} {tuple(tensor.shape)}"
-            check(fits, self.place, requirement, actual, remedy)
+        target = {name: f"{dtype} {shape}" for name, shape in shapes.items()}
+        actual = {name: f"{t.dtype} {tuple(t.shape)}" for name, t in self.tensors.items()}
+        requirement, remedy = f"tensors {reprlib.repr(target)}", "export again"
+        check(actual == target, self.place, requirement, reprlib.repr(actual), remedy)
 
 
 def rows_of(weight: Tensor) -> Rows:
@@ -287,7 +262,7 @@ def rows_of(weight: Tensor) -> Rows:
 
 def chunks_of(table: TableScheme, rows: Rows, first: int, last: int) -> Iterator[Tensor]:
     """Rows ``first <= i < last``, some thousand at a time."""
-    step = rows_per_chunk(table.embedding_dim)
+    step = schemes.rows_per_chunk(table.embedding_dim)
     for begin in range(first, last, step):
         yield rows(begin, min(begin + step, last))
 
@@ -297,7 +272,7 @@ def whole_shard(form: str, table: TableScheme, rows: Rows) -> Shard:
     if form == PACKED:
         chunks = chunks_of(table, rows, 0, table.num_embeddings)
         counts = table.routing.row_counts()
-        tensors = {"rows": pack_rows(table.with_float_codes(), chunks, counts)}
+        tensors = {"rows": packed.pack_rows(table.with_float_codes(), chunks, counts)}
     else:
         tensors = encode_blocks(table, rows, 0, table.num_embeddings)
     place = f"table {table.name!r}, form {form!r}"
@@ -335,7 +310,7 @@ def bit_fields_of(table: TableScheme, shards: Sequence[Shard]) -> Tensor:
     for shard in shards:
         counts = row_counts_of(table, shard.first_row, shard.first_row + shard.num_rows)
         shard.check(torch.uint8, {"rows": (int(counts @ strides),)})
-        parts.append(split_blocks(shard.tensors["rows"], counts, codes.bits))
+        parts.append(packed.split_blocks(shard.tensors["rows"], counts, codes.bits))
     rows = shards[0].tensors["rows"]
     if len(shards) > 1:
         by_block = zip(*parts, strict=True)
@@ -347,7 +322,7 @@ def rows_of_packed(table: TableScheme, shards: Sequence[Shard]) -> Rows:
     """The values of a table in bit fields, without its lookups."""
     table = table.with_float_codes()
     packed_rows = packed_table(table, shards)
-    blocks = split_blocks(packed_rows.rows, packed_rows.row_counts, packed_rows.bits)
+    blocks = packed.split_blocks(packed_rows.rows, packed_rows.row_counts, packed_rows.bits)
 
     def rows(first: int, last: int) -> Tensor:
         block, position = packed_rows.directory.locate(torch.arange(first, last))

@@ -267,42 +267,35 @@ def read_artifact_file(
     kind: FolderKind = ARTIFACT,
 ) -> dict[str, Tensor]:
     """Maps a safetensors file into memory, once its header is as the manifest says."""
-    place = f"{kind.name} {str(path)!r}, file {name!r}"
-    check_known("file", name, manifest["files"])
-    entry, file = manifest["files"][name], file_inside(Path(path), name, place)
-    header, tensors_listed = read_header(file, place), entry.get("tensors")
-    requirement = f"tensors {reprlib.repr(tensors_listed)}"
-    check(header == tensors_listed, place, requirement, reprlib.repr(header), _AGAIN)
-    if verify:
-        _check_sha256(file, entry, place)
+    file, place = _listed(path, manifest, name, kind, verify=verify)
+    header, tensors = read_header(file, place), manifest["files"][name].get("tensors")
+    requirement = f"tensors {reprlib.repr(tensors)}"
+    check(header == tensors, place, requirement, reprlib.repr(header), _AGAIN)
     try:
         return load_file(file)
     except SafetensorError as error:
         raise ValueError(describe(place, "a safetensors file", str(error), _AGAIN)) from error
 
 
-def read_encoder(path: Path | str) -> tuple[bytes, str]:
-    """The file that reads raw rows, its hash compared, and where it is."""
-    manifest, place = read_manifest(path), f"artifact {str(path)!r}"
-    name, remedy = manifest.get("encoder"), "export with encoder=recipe.data.encoder"
-    check(name is not None, place, "an encoder of raw rows", "none", remedy)
-    return read_plain_file(path, manifest, str(name))
-
-
 def read_plain_file(
     path: Path | str, manifest: Mapping[str, Any], name: str, kind: FolderKind = ARTIFACT
 ) -> tuple[bytes, str]:
     """A file that a manifest lists, its hash compared, and where it is."""
-    place = f"{kind.name} {str(path)!r}, file {name!r}"
-    check_known("file", name, manifest["files"])
-    file = file_inside(Path(path), name, place)
-    _check_sha256(file, manifest["files"][name], place)
+    file, place = _listed(path, manifest, name, kind, verify=True)
     return file.read_bytes(), place
 
 
-def _check_sha256(file: Path, entry: Mapping[str, Any], place: str) -> None:
-    digest = describe_file(file.parent, file.name)["sha256"]
-    check(digest == entry["sha256"], place, f"sha256 {entry['sha256']}", digest, _AGAIN)
+def _listed(
+    path: Path | str, manifest: Mapping[str, Any], name: str, kind: FolderKind, *, verify: bool
+) -> tuple[Path, str]:
+    """A file that a manifest lists, which `check_sizes` has seen, and where it is."""
+    file, place = Path(path, name), f"{kind.name} {str(path)!r}, file {name!r}"
+    check_known("file", name, manifest["files"])
+    if verify:
+        target = manifest["files"][name]["sha256"]
+        digest = describe_file(Path(path), name)["sha256"]
+        check(digest == target, place, f"sha256 {target}", digest, _AGAIN)
+    return file, place
 
 
 def read_header(file: Path, place: str) -> dict[str, Any]:

@@ -1,15 +1,9 @@
 """Training in the scheme of an artifact: narrow tables, filled from it or from a run, and states of
-optimizers, narrowed as the tables are and widened again.
-
-    model, state = narrow_for_training_(model, "artifact", stored)  # before it is sharded
-    # shard it, let its optimizers take a step, then training.weights.fill_state_(...)
-    plain = widened_(model)
-"""
+optimizers, narrowed as the tables are and widened again."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -17,27 +11,17 @@ import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from dnis_torchrec.allocation.axes import (
-    LINEAR_STATES,
-    SQUARED_STATES,
-    has_axes,
-    rotation_groups,
-    turn_readers_,
-    with_axes_,
-)
+from dnis_torchrec.allocation import axes
+from dnis_torchrec.allocation.axes import has_axes
 from dnis_torchrec.allocation.compress import widened_
 from dnis_torchrec.artifact.export import check_features
-from dnis_torchrec.artifact.load import exact_rows, load_dense_state, read_scheme
-from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
+from dnis_torchrec.artifact.load import ArtifactFolder, chunks_of
+from dnis_torchrec.checks import check, describe
+from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.selection.shards import collections, frozen_tables_of, whole_module_of
 from dnis_torchrec.selection.swap import replace_
-from dnis_torchrec.serving.trainable import (
-    MixedDimensionEmbeddingBagCollection,
-    block_tables,
-    draw_new_rows,
-    widened_table,
-)
+from dnis_torchrec.serving import trainable
+from dnis_torchrec.serving.trainable import MixedDimensionEmbeddingBagCollection, block_tables
 
 __all__ = ["narrow_for_training_", "widened_", "widened_state"]
 
@@ -45,25 +29,22 @@ BAGS, BLOCKS = ".embedding_bags.", ".blocks.embedding_bags."
 """Where an EmbeddingBagCollection has its tables, and one of narrow tables."""
 
 
-class Stored(Protocol):
+class _Stored(Protocol):
     """A tensor of a checkpoint, which is read as far as it is asked for."""
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
+    def shape(self) -> tuple[int, ...]: ...
 
-    def rows(self, first: int, last: int) -> Tensor:
-        """Rows ``first <= i < last``."""
+    def rows(self, first: int, last: int) -> Tensor: ...
 
-    def whole(self) -> Tensor:
-        """All of it."""
+    def whole(self) -> Tensor: ...
 
 
 @torch.no_grad()
 def narrow_for_training_(
     model: nn.Module,
     artifact: Path | str,
-    state: Mapping[str, Stored] | None = None,
+    state: Mapping[str, _Stored] | None = None,
     *,
     is_turned: bool = False,
     prefix: str = "",
@@ -71,36 +52,26 @@ def narrow_for_training_(
     """Gives a plain model narrow tables to train on: one stock TorchRec table for each block of an
     artifact, see `TableScheme.for_training`. Local, no collective.
 
-    Args:
-        model: built as for training, with any weights, not sharded; changed in place.
-        artifact: folder of an artifact of this model.
-        state: tensors of a checkpoint of the run that the artifact was made of, or of one that went
-            on from it: weights come from there, turned into the axes of the artifact, and so do the
-            states of optimizers. None takes the weights that the artifact serves; rows that it has
-            in no block are drawn as TorchRec draws them.
-        is_turned: the state stands in the axes of the artifact already, as that of a run of narrow
-            tables of the same artifact does.
-        prefix: what stands ahead of the model's names in the state: ``"model."`` in a run.
-
-    Returns:
-        The model; and the states of optimizers by the keys of its own checkpoints, which
-        `fill_state_` of training/weights.py copies into the model once it is sharded.
-
-    Raises:
-        ValueError: for another model than the artifact's, or a state of another one.
-        NotImplementedError: for tables that are not pooled, or behind a feature processor.
-
-    Example:
-        >>> model, state = narrow_for_training_(model, "artifact")  # doctest: +SKIP
+    Weights, and states of optimizers for `fill_state_`, come from `state`, a checkpoint whose names
+    begin with `prefix`; `is_turned` says that it stands in the artifact's axes. None takes the
+    weights that the artifact serves, and draws rows of no block as TorchRec does.
     """
-    scheme, modules = read_scheme(artifact), collections(model)
-    fqns = sorted({table.collection for table in scheme.tables.values()})
+    folder, modules = ArtifactFolder(artifact), collections(model)
+    scheme = folder.scheme()
+    fqns = check_features(modules, scheme, artifact)
+    limit, remedy = "supported to train narrow are plain EmbeddingBagCollections", "train it whole"
     for fqn in fqns:
-        _check_supported(model, fqn, scheme, artifact)
-    of_artifact = load_dense_state(artifact)
-    dense = of_artifact if state is None else _dense_of_state(state, prefix)
+        whole = whole_module_of(model, fqn)
+        if not isinstance(modules[fqn], EmbeddingBagCollection) or whole is not modules[fqn]:
+            text = describe(f"FQN {fqn!r}", limit, type(whole).__name__, remedy)
+            raise NotImplementedError(text)
+    of_artifact = folder.tensors("dense_state")
+    start, dense = f"model/{prefix}", of_artifact
+    if state is not None:
+        keys = [key for key in state if key.startswith(start)]
+        dense = {key.removeprefix(start): state[key].whole() for key in keys}
     if has_axes(dense) or has_axes(of_artifact):
-        with_axes_(model)
+        axes.with_axes_(model)
     _fill_dense_(model, fqns, dense, artifact)
     states, matrices = dict[str, Tensor](), dict[str, Tensor]()
     if state is not None:
@@ -108,17 +79,20 @@ def narrow_for_training_(
         if not is_turned:
             matrices = _turn_(model, scheme, states, prefix)
     narrow = scheme.for_training()
-    rows = exact_rows(artifact) if state is None else {}
     for fqn in fqns:
         tables = {name: t for name, t in narrow.tables.items() if t.collection == fqn}
         cut = MixedDimensionEmbeddingBagCollection(MixedDimensionScheme(tables), device="meta")
         for name, table in tables.items():
             if state is None:
-                chunks = (rows[name](*span) for span in _spans(table))
-                cut.load_table(name, draw_new_rows(scheme.tables[name], chunks))
+                rows = folder.rows(scheme.tables[name], True)
+                chunks = chunks_of(table, rows, 0, table.num_embeddings)
+                cut.load_table(name, trainable.draw_new_rows(scheme.tables[name], chunks))
             else:
+                key, shape = f"table/{name}", (table.num_embeddings, table.embedding_dim)
+                actual = state[key].shape if key in state else "no rows"
+                check(actual == shape, key, f"shape {shape}", actual, "use the model of the run")
                 matrix = matrices.get(name)
-                cut.load_table(name, _turned_rows(table, _stored(state, table), matrix))
+                cut.load_table(name, _turned_rows(table, state[key], matrix))
                 states |= _states_of_table(table, state, prefix, matrix)
             if table.table_name in frozen_tables_of(modules[fqn]):
                 for s in table.stored_blocks():
@@ -128,16 +102,10 @@ def narrow_for_training_(
 
 
 def widened_state(
-    scheme: MixedDimensionScheme, state: Mapping[str, Stored], *, prefix: str = ""
+    scheme: MixedDimensionScheme, state: Mapping[str, _Stored], *, prefix: str = ""
 ) -> dict[str, Tensor]:
     """Turns a checkpoint of narrow tables into one of the plain model: its keys, and zeros where a
-    block has no column. Local.
-
-    Args:
-        scheme: of the narrow tables: ``read_scheme(artifact).for_training()``.
-        state: tensors of the checkpoint, those of single ranks left out.
-        prefix: see `narrow_for_training_`.
-    """
+    block has no column. Local."""
     tensors = dict[str, Tensor]()
     of_tables, shapes = dict[str, tuple[str, int]](), dict[str, dict[int, tuple[int, int]]]()
     for name, table in scheme.tables.items():
@@ -161,28 +129,9 @@ def widened_state(
             tensors[key] = value.whole()
     for (name, key), blocks in parts.items():
         first = next(iter(blocks.values()))
-        tensors[key] = first if _is_step(key) else widened_table(scheme.tables[name], blocks)
+        table = scheme.tables[name]
+        tensors[key] = first if _is_step(key) else trainable.widened_table(table, blocks)
     return tensors
-
-
-def _check_supported(
-    model: nn.Module, fqn: str, scheme: MixedDimensionScheme, artifact: Path | str
-) -> None:
-    """Checks that a collection is the artifact's, and one whose narrow tables can be trained."""
-    modules = collections(model)
-    check_known("FQN", fqn, modules)
-    check_features(modules[fqn], scheme, fqn, artifact)
-    place, limit = f"FQN {fqn!r}", "supported to train narrow are plain EmbeddingBagCollections"
-    whole, remedy = whole_module_of(model, fqn), "train the plain model instead"
-    if not isinstance(modules[fqn], EmbeddingBagCollection) or whole is not modules[fqn]:
-        raise NotImplementedError(describe(place, limit, type(whole).__name__, remedy))
-
-
-def _dense_of_state(state: Mapping[str, Stored], prefix: str) -> dict[str, Tensor]:
-    """Dense weights of a checkpoint by the model's names."""
-    start = f"model/{prefix}"
-    names = {key.removeprefix(start): key for key in state if key.startswith(start)}
-    return {name: state[key].whole() for name, key in names.items()}
 
 
 def _fill_dense_(
@@ -201,7 +150,7 @@ def _fill_dense_(
         weights[name].copy_(value.reshape(shape))
 
 
-def _states_of_dense(state: Mapping[str, Stored], prefix: str) -> dict[str, Tensor]:
+def _states_of_dense(state: Mapping[str, _Stored], prefix: str) -> dict[str, Tensor]:
     """States of optimizers of everything but tables, in memory of their own."""
     keys = [
         key for key in state if key.startswith(f"optimizer/{prefix}") or key == "fused/iterations"
@@ -220,53 +169,29 @@ def _turn_(
         if name in weights:
             by_address.setdefault(weights[name].data_ptr(), {})[what] = value
     turns = {name: t.turn for name, t in scheme.tables.items() if t.turn is not None}
-    matrices = turn_readers_(rotation_groups(model), turns, by_address)
+    matrices = axes.turn_readers_(axes.rotation_groups(model), turns, by_address)
     absent = sorted(set(turns) - set(matrices))
     remedy = "build it as for the run, with its rotation_groups"
     check(not absent, "model", "tables that can be turned as then", absent, remedy)
     return matrices
 
 
-def _stored(state: Mapping[str, Stored], table: TableScheme) -> Stored:
-    """The rows of a table in a state."""
-    key, shape = f"table/{table.name}", (table.num_embeddings, table.embedding_dim)
-    check(key in state, key, "rows in the state of the run", "none", "use the model of the run")
-    check(state[key].shape == shape, key, f"shape {shape}", state[key].shape)
-    return state[key]
-
-
-def _spans(table: TableScheme) -> Iterator[tuple[int, int]]:
-    """First and last rows of chunks of a table."""
-    step = rows_per_chunk(table.embedding_dim)
-    for first in range(0, table.num_embeddings, step):
-        yield first, min(first + step, table.num_embeddings)
-
-
-def _turned_rows(table: TableScheme, stored: Stored, matrix: Tensor | None) -> Iterator[Tensor]:
+def _turned_rows(table: TableScheme, stored: _Stored, matrix: Tensor | None) -> Iterator[Tensor]:
     """The rows of a table, or numbers for each of their values, a few at a time."""
-    for span in _spans(table):
-        rows = stored.rows(*span)
+    for rows in chunks_of(table, stored.rows, 0, table.num_embeddings):
         yield rows if matrix is None else (rows.double() @ matrix).to(rows)
 
 
 def _states_of_table(
-    table: TableScheme, state: Mapping[str, Stored], prefix: str, matrix: Tensor | None
+    table: TableScheme, state: Mapping[str, _Stored], prefix: str, matrix: Tensor | None
 ) -> dict[str, Tensor]:
     """States of a table's optimizer, turned as its values are, block by block."""
     places = {f"fused/{table.name}": f"fused/{table.name}/b{{}}"}
-    places[f"optimizer/{_weight_key(table, prefix)}"] = "optimizer/" + _weight_key(
-        table, prefix, "{}"
-    )
+    of_block = _weight_key(table, prefix, "{}")
+    places[f"optimizer/{_weight_key(table, prefix)}"] = f"optimizer/{of_block}"
     # Gradients of turned rows, where the matrix is not orthogonal.
     inverse = None if matrix is None else torch.linalg.pinv(matrix, rtol=1e-6).T
-    single = replace(
-        *(table,),
-        embedding_dim=1,
-        retained=torch.ones(table.num_blocks, 1, dtype=torch.bool),
-        num_retained=0,
-        turn=None,
-        row_gain=None,
-    )
+    block_of_row = table.routing.all_blocks()
     states = dict[str, Tensor]()
     for key, value in state.items():
         place, _, what = key.rpartition("/")
@@ -276,9 +201,8 @@ def _states_of_table(
         if _is_step(key):
             blocks = dict.fromkeys(table.stored_blocks(), value.whole())
         elif len(value.shape) == 1:  # as of row-wise optimizers
-            single_column = _of_rows(value, rows).unsqueeze(1)
-            chunks = (single_column[slice(*span)] for span in _spans(table))
-            blocks = {s: part.squeeze(1) for s, part in block_tables(single, chunks).items()}
+            of_rows = _of_rows(value, rows).float()
+            blocks = {s: of_rows[block_of_row == s] for s in table.stored_blocks()}
         else:
             check(value.shape == (rows, dim), key, f"shape {(rows, dim)}", value.shape)
             of_state = inverse
@@ -290,7 +214,7 @@ def _states_of_table(
     return states
 
 
-def _of_rows(value: Stored, num_rows: int) -> Tensor:
+def _of_rows(value: _Stored, num_rows: int) -> Tensor:
     """A number for each row; of a table whose columns were sharded the mean over its shards."""
     return value.whole().view(-1, num_rows).mean(0)
 
@@ -300,11 +224,11 @@ def _is_linear(name: str, has_two: bool, key: str) -> bool:
     theirs: two are those of Adam, one is that of Adagrad."""
     of_kernels = {"momentum1": "exp_avg" if has_two else "sum", "momentum2": "exp_avg_sq"}
     name = of_kernels.get(name, name)
-    names = LINEAR_STATES | SQUARED_STATES
+    names = axes.LINEAR_STATES | axes.SQUARED_STATES
     if name not in names:
         requirement, remedy = f"supported to turn are {sorted(names)}", "leave its table alone"
         raise NotImplementedError(describe(key, requirement, repr(name), remedy))
-    return name in LINEAR_STATES
+    return name in axes.LINEAR_STATES
 
 
 def _is_step(key: str) -> bool:

@@ -21,19 +21,15 @@ from torch.nn.functional import pad
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.artifact.manifest import (
-    describe_file,
-    file_inside,
-    read_description,
-    read_header,
-)
+from dnis_torchrec.artifact import manifest as manifests
+from dnis_torchrec.artifact.manifest import File, describe_file
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.files import FolderKind, new_folder, unshare
 from dnis_torchrec.ops.build import LOOKUPS, fallback_libraries, find_compiler
 from dnis_torchrec.ops.packed import bag_offsets, load_operator, names_tensor
 
 AOTI = "aoti"
-"""What package.json says of how the model was compiled; packages of other kinds are refused."""
+"""How the model was compiled, as package.json says; packages of other kinds are refused."""
 INPUTS = ("dense", "values", "lengths", "weights")
 """Inputs of a packaged model, in order; weights only where bags are weighted."""
 RTOL, ATOL = 1e-4, 1e-5
@@ -51,11 +47,6 @@ PackagedModel = Callable[..., Tensor]
 """``model(dense, values, lengths)``, and weights last where bags are weighted."""
 
 
-class _File(TypedDict):
-    bytes: int
-    sha256: str
-
-
 class _Package(TypedDict):
     kind: str
     inputs: Any
@@ -63,7 +54,7 @@ class _Package(TypedDict):
     num_dense: int
     is_weighted: bool
     libraries: list[str]
-    files: dict[str, _File]
+    files: dict[str, File]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,41 +81,35 @@ class Signature:
         return INPUTS if self.is_weighted else INPUTS[:-1]
 
     def flatten(self, batch: Batch) -> tuple[Tensor, ...]:
-        """A batch as the packaged model takes it."""
-        features, names = batch.sparse_features, list(self.feature_names)
-        check(features.keys() == names, "batch", f"features {names}", features.keys())
-        lengths = features.lengths().int().view(len(names), -1)
+        """A batch of these features as the packaged model takes it."""
+        features = batch.sparse_features
+        lengths = features.lengths().int().view(len(self.feature_names), -1)
         inputs = batch.dense_features.float(), features.values().long(), lengths
-        if not self.is_weighted:
-            return inputs
-        has_weights, why = features.weights_or_none() is not None, "the model's bags are weighted"
-        check(has_weights, "batch", "a weight for every id", "none", why)
-        return *inputs, features.weights()
+        return (*inputs, features.weights()) if self.is_weighted else inputs
 
-    def example(self, batch_size: int) -> tuple[Tensor, ...]:
-        """Zeros of the right kind: every bag holds id 0 once."""
-        num_ids = len(self.feature_names) * batch_size
-        inputs = (
-            torch.zeros(batch_size, self.num_dense),
-            torch.zeros(num_ids, dtype=torch.int64),
-            torch.ones(len(self.feature_names), batch_size, dtype=torch.int32),
-            torch.ones(num_ids),
-        )
-        return inputs[: len(self.input_names)]
-
-    def check_inputs(self, inputs: Sequence[Tensor]) -> None:
-        """Checks the inputs of a packaged model, which would read wrong ones as others."""
-        names = self.input_names
-        check(len(inputs) == len(names), "inputs", f"{names}", f"{len(inputs)} of them")
-        batch_size, num_ids = inputs[0].shape[0], inputs[1].numel()
-        kinds = {
+    def kinds(self, batch_size: int, num_ids: int) -> dict[str, tuple[torch.dtype, Any]]:
+        """Dtype and shape of each input of the model, by its name."""
+        kinds: dict[str, tuple[torch.dtype, Any]] = {
             "dense": (torch.float32, (batch_size, self.num_dense)),
             "values": (torch.int64, (num_ids,)),
             "lengths": (torch.int32, (len(self.feature_names), batch_size)),
             "weights": (torch.float32, (num_ids,)),
         }
-        for name, tensor in zip(names, inputs, strict=True):
-            place, (dtype, shape) = f"input {name!r}", kinds[name]
+        return {name: kinds[name] for name in self.input_names}
+
+    def example(self, batch_size: int) -> tuple[Tensor, ...]:
+        """Inputs of the right kind: every bag holds id 0 once."""
+        kinds = self.kinds(batch_size, len(self.feature_names) * batch_size).items()
+        ones = ("lengths", "weights")
+        return tuple(torch.full(shape, name in ones, dtype=dtype) for name, (dtype, shape) in kinds)
+
+    def check_inputs(self, inputs: Sequence[Tensor]) -> None:
+        """Checks the inputs of a packaged model, which would read wrong ones as others."""
+        names = self.input_names
+        check(len(inputs) == len(names), "inputs", f"{names}", f"{len(inputs)} of them")
+        kinds = self.kinds(inputs[0].shape[0], inputs[1].numel())
+        for (name, (dtype, shape)), tensor in zip(kinds.items(), inputs, strict=True):
+            place = f"input {name!r}"
             if tensor.dtype != dtype:
                 raise TypeError(describe(place, f"{dtype}", tensor.dtype, "convert it"))
             check(tuple(tensor.shape) == shape, place, f"shape {shape}", tuple(tensor.shape))
@@ -219,11 +204,11 @@ def write_package(
 def load_package(path: Path | str) -> PackagedModel:
     """Loads a package. It runs the machine code in it: load only what you would run."""
     folder, again = Path(path), "package the model again"
-    place, _, manifest = read_description(folder, PACKAGE, _FORMAT_VERSION, _Package)
+    place, _, manifest = manifests.read_description(folder, PACKAGE, _FORMAT_VERSION, _Package)
     check(manifest["kind"] == AOTI, place, f"kind {AOTI!r}", repr(manifest["kind"]), again)
     for name, entry in manifest["files"].items():
         place = f"package {str(path)!r}, file {name!r}"
-        file_inside(folder, name, place, again)
+        manifests.file_inside(folder, name, place, again)
         for field, value in describe_file(folder, name).items():
             check(value == entry[field], place, f"{field} {entry[field]}", value, again)
     signature = Signature(
@@ -326,7 +311,7 @@ def _compile(program: ExportedProgram, folder: Path) -> None:
 def _write_index(folder: Path, constants: Mapping[str, Tensor]) -> None:
     """Writes a line a constant: ``dtype offset bytes dims size .. size name``."""
     lines = []
-    for name, entry in read_header(folder / _CONSTANTS, _CONSTANTS).items():
+    for name, entry in manifests.read_header(folder / _CONSTANTS, _CONSTANTS).items():
         sizes, num_bytes = entry["shape"], constants[name].nbytes
         fields = [entry["dtype"], entry["offset"], num_bytes, len(sizes), *sizes, name]
         lines.append(" ".join(map(str, fields)))

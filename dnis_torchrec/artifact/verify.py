@@ -3,9 +3,9 @@ thing that was checked: hashes, values of bags that break lookups, unknown ids, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -68,73 +68,66 @@ def verify(
     measure: Callable[[str], Mapping[str, float]] | None = None,
     ranks: Ranks | None = None,
 ) -> Verification:
-    """Checks an artifact, on all ranks together; `measure` gives the test metrics of a form."""
-    ranks = ranks or Ranks()
-    manifest, findings = check_files(artifact, ranks)
-    if manifest is None or any(item.status == FAILED for item in findings):
-        return Verification(str(artifact), tuple(findings))
+    """Checks an artifact on the first rank; on all ranks test metrics of a form, by `measure`."""
+    ranks, result = ranks or Ranks(), None
     with ranks.together():
-        scheme, rows = read_scheme(artifact), exact_rows(artifact)
-        rows = {name: cache(of_table) for name, of_table in rows.items()}
+        if ranks.is_first:
+            result = _check_content(artifact)
+    manifest, findings = ranks.gather(result)[0] or ({}, [])
+    if measure is not None and "forms" in manifest:
+        findings += _check_metrics(manifest, measure, ranks)
+    return Verification(str(artifact), tuple(findings), tuple(manifest.get("forms", ())))
+
+
+def _check_content(artifact: Path) -> tuple[dict[str, Any], list[Finding]]:
+    """Checks files, and each form if they are whole; without a manifest if they are not."""
+    manifest, findings = check_files(artifact)
+    if any(item.status == FAILED for item in findings):
+        return {}, findings
+    scheme, rows = read_scheme(artifact), exact_rows(artifact)
+    rows = {name: cache(of_table) for name, of_table in rows.items()}
     names = sorted({table.collection for table in scheme.tables.values()})
-    checks = []
     for name in names:
         tables = {t: table for t, table in scheme.tables.items() if table.collection == name}
         oracle = Oracle(MixedDimensionScheme(tables), rows)
         for form in manifest["forms"]:
             place = form if len(names) == 1 else f"{form}, {name}"
-            checks.append(partial(check_form, artifact, form, name, oracle, place))
-    findings += _over_ranks(checks, ranks)
-    if measure is not None:
-        findings += _check_metrics(manifest, measure, ranks)
-    return Verification(str(artifact), tuple(findings), tuple(manifest["forms"]))
+            findings += check_form(artifact, form, name, oracle, place)
+    return manifest, findings
 
 
 def _judge(check: str, subject: str, good: bool, detail: str) -> Finding:
     return Finding(check, subject, OK if good else FAILED, detail)
 
 
-def _over_ranks(checks: Sequence[Callable[[], list[Finding]]], ranks: Ranks) -> list[Finding]:
-    """Runs each check on one of the ranks; every rank gets all results, in the checks' order."""
-    with ranks.together():
-        numbers = range(ranks.rank, len(checks), ranks.world_size)
-        findings = {n: checks[n]() for n in numbers}
-    of_all = {n: items for of_rank in ranks.gather(findings) for n, items in of_rank.items()}
-    return [item for n in range(len(checks)) for item in of_all[n]]
-
-
-def check_files(artifact: Path, ranks: Ranks) -> tuple[dict[str, Any] | None, list[Finding]]:
+def check_files(artifact: Path) -> tuple[dict[str, Any], list[Finding]]:
     """Checks the manifest, then hashes every file that it lists; goes on after a bad one."""
     try:
-        with ranks.together():
-            manifest = read_manifest(artifact)
+        manifest = read_manifest(artifact)
     except ValueError as error:
-        return None, [Finding("checksums", MANIFEST, FAILED, str(error))]
-    files = [partial(_hash, artifact, name, entry) for name, entry in manifest["files"].items()]
-    findings = _over_ranks([*files, partial(_strangers, artifact, manifest)], ranks)
-    return manifest, [_judge("checksums", MANIFEST, True, ""), *findings]
-
-
-def _hash(artifact: Path, name: str, entry: dict[str, Any]) -> list[Finding]:
-    digest = describe_file(artifact, name)["sha256"]
-    is_right = digest == entry["sha256"]
-    wrong = f"expected sha256 {entry['sha256']}, got {digest}"
-    return [_judge("checksums", name, is_right, f"{entry['bytes']} bytes" if is_right else wrong)]
+        return {}, [Finding("checksums", MANIFEST, FAILED, str(error))]
+    findings = [Finding("checksums", MANIFEST, OK)]
+    for name, entry in manifest["files"].items():
+        digest = describe_file(artifact, name)["sha256"]
+        is_right, detail = digest == entry["sha256"], f"{entry['bytes']} bytes"
+        if not is_right:
+            detail = f"expected sha256 {entry['sha256']}, got {digest}"
+        findings.append(_judge("checksums", name, is_right, detail))
+    return manifest, findings + _strangers(artifact, manifest)
 
 
 def _strangers(artifact: Path, manifest: dict[str, Any]) -> list[Finding]:
     """A finding per file that the manifest does not list, or that nothing in it refers to."""
-    uses = {*manifest["scheme"], *manifest["dense_state"], *manifest.get("refresh", ())}
-    uses |= set(manifest.get("directories", ()))
-    uses.add(manifest.get("encoder"))
+    fields = ("scheme", "dense_state", "refresh", "directories")
+    uses = {manifest.get("encoder"), *(n for field in fields for n in manifest.get(field, ()))}
     for table in manifest["tables"].values():
         uses |= {shard["file"] for shards in table["shards"].values() for shard in shards}
     idle, no_entry = "the manifest lists it, nothing refers to it", "the manifest does not list it"
-    strangers = dict.fromkeys(manifest["files"].keys() - uses, idle)
-    for name in [*strangers]:  # of a form or for a program that release 0.1.0 knew
+    strangers = {}
+    for name in manifest["files"].keys() - uses:
         folder = name.partition("/")[0]
-        if folder == "scipy" or is_gone(folder):
-            del strangers[name]
+        if folder != "scipy" and not is_gone(folder):  # which release 0.1.0 wrote
+            strangers[name] = idle
     names = {MANIFEST, CARD, *manifest["files"]}
     for file in sorted(artifact.rglob("*")):
         name = file.relative_to(artifact).as_posix()
@@ -284,10 +277,11 @@ def compare(
     shares = {key: float((error / limits[key]).max()) for key, error in errors.items()}
     # NaN is not at most 1, and compares with nothing
     wrong = [name for name, share in shares.items() if not share <= 1]
-    detail = f"off by at most {max(float(error.max()) for error in errors.values()):.2g}"
+    largest = {key: float(error.max()) for key, error in errors.items()}
+    detail = f"off by at most {max(largest.values()):.2g}"
     if wrong:
-        name, most = wrong[0], float(errors[wrong[0]].max())
-        detail = f"{name}: off by {most:.2g}, {shares[name]:.1f} times what it may be"
+        name = wrong[0]
+        detail = f"{name}: off by {largest[name]:.2g}, {shares[name]:.1f} times what it may be"
     return _judge(check, subject, not wrong, detail)
 
 

@@ -21,34 +21,16 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from dnis_torchrec import scheme as schemes
+from dnis_torchrec.artifact import manifest as manifests
 from dnis_torchrec.artifact.load import Rows, chunks_of, encode_blocks, row_counts_of
-from dnis_torchrec.artifact.manifest import (
-    ARTIFACT,
-    CARD,
-    ENCODER,
-    MAX_FILE_BYTES,
-    RunOfArtifact,
-    check_names,
-    describe_file,
-    describe_tensors,
-    file_bytes,
-    file_header,
-    write_artifact_file,
-    write_manifest,
-)
+from dnis_torchrec.artifact.manifest import ARTIFACT, CARD, ENCODER, MAX_FILE_BYTES, write_manifest
 from dnis_torchrec.blocks.codes import row_strides
 from dnis_torchrec.blocks.routing import RowDirectory
 from dnis_torchrec.checks import check, check_known, describe, versions, visible
 from dnis_torchrec.data.files import FolderKind, conform, new_folder
 from dnis_torchrec.ranks import Ranks
-from dnis_torchrec.scheme import (
-    FORMS,
-    MIXED_DIMENSION,
-    PACKED,
-    MixedDimensionScheme,
-    TableScheme,
-    form_named,
-)
+from dnis_torchrec.scheme import MIXED_DIMENSION, PACKED, MixedDimensionScheme, TableScheme
 from dnis_torchrec.selection.shards import TableShard, num_copies
 from dnis_torchrec.serving.packed import packed_chunks, split_blocks
 
@@ -87,7 +69,8 @@ def write_artifact(
     with ranks.together():
         check(bool(scheme.tables), "scheme", "a table", "none", "search and prune a model first")
         forms = check_forms((scheme.form,) if forms is None else forms)
-        check_names({name: t.feature_names for name, t in scheme.tables.items()}, "scheme")
+        features_of = {name: table.feature_names for name, table in scheme.tables.items()}
+        manifests.check_names(features_of, "scheme")
         parts, bit_fields = _parts(tables, scheme)
         notes = as_json(run or {})
         bit_files = _packed_files(scheme, max_file_bytes) if PACKED in forms else []
@@ -99,9 +82,7 @@ def write_artifact(
         spans = _spans(folder, scheme, parts, ranks)
         with ranks.together():
             for file in bit_files if ranks.is_first else ():
-                file.make(folder)
-                if file.table.name in bit_fields:
-                    file.copy(folder, bit_fields[file.table.name])
+                file.make(folder, bit_fields.get(file.table.name))
         entries: list[Entry] = []
         with ranks.together():
             num_values = torch.zeros(len(scheme.tables), dtype=torch.int64)
@@ -120,7 +101,7 @@ def write_artifact(
             check(count <= table.num_retained, f"table {table.name!r}", requirement, count, remedy)
         with ranks.together():
             for file in bit_files[ranks.rank :: ranks.world_size]:
-                facts = describe_tensors(folder, file.name)
+                facts = manifests.describe_tensors(folder, file.name)
                 entries.append((file.table.name, PACKED, file.shard(), facts))
         of_ranks = ranks.gather(entries)
         with ranks.together():
@@ -156,9 +137,9 @@ def _parts(
 
 def check_forms(forms: Sequence[str]) -> tuple[str, ...]:
     """Checks forms that are to be written, and gives them their present names."""
-    check(bool(forms), "forms", f"some of {FORMS}", "none")
+    check(bool(forms), "forms", f"some of {schemes.FORMS}", "none")
     check(len(set(forms)) == len(forms), "forms", "each once", tuple(forms))
-    return tuple(map(form_named, forms))
+    return tuple(map(schemes.form_named, forms))
 
 
 @contextmanager
@@ -194,14 +175,15 @@ def _spans(
     tables = {name: scheme.tables[name] for name in parts}
     shapes = {name: (t.num_embeddings, t.embedding_dim) for name, t in tables.items()}
     copies = num_copies(parts, shapes, ranks)
-    is_cut = torch.tensor(
-        [any(s.weight.shape[1] < shapes[n][1] for s in parts[n]) for n in shapes], dtype=torch.int64
-    )
-    is_cut = ranks.max_(is_cut)
+    are_cut = [any(s.weight.shape[1] < shapes[n][1] for s in parts[n]) for n in shapes]
+    is_cut = ranks.max_(torch.tensor(are_cut, dtype=torch.int64))
     with ranks.together():
         for index, name in enumerate(shapes):
-            if is_cut[index]:
-                _pass_columns(folder, index, parts[name])
+            for shard in parts[name] if is_cut[index] else ():
+                # as plain float32, where the other ranks find it
+                (folder / _COLUMNS).mkdir(exist_ok=True)
+                file = f"{index}.{shard.first_row}.{shard.first_column}.npy"
+                np.save(folder / _COLUMNS / file, shard.weight.float().cpu().numpy())
     spans: dict[str, list[SpanOfRows]] = {}
     for index, (name, table) in enumerate(tables.items()):
         is_others = copies[name] > 1 and index % ranks.world_size != ranks.rank
@@ -215,14 +197,6 @@ def _spans(
 def _span_of_shard(shard: TableShard) -> SpanOfRows:
     first, weight = shard.first_row, shard.weight
     return first, first + len(weight), lambda begin, end: weight[begin - first : end - first]
-
-
-def _pass_columns(folder: Path, index: int, shards: Sequence[TableShard]) -> None:
-    """Writes column shards of a table, as plain float32, where the other ranks find them."""
-    (folder / _COLUMNS).mkdir(exist_ok=True)
-    for shard in shards:
-        name = f"{index}.{shard.first_row}.{shard.first_column}.npy"
-        np.save(folder / _COLUMNS / name, shard.weight.float().cpu().numpy())
 
 
 def _spans_of_columns(
@@ -287,13 +261,16 @@ class FileOfRows(NamedTuple):
     @property
     def header(self) -> bytes:
         """What stands before the values."""
-        return file_header("rows", self.tensors["rows"])
+        return manifests.file_header("rows", self.tensors["rows"])
 
-    def make(self, folder: Path) -> None:
-        """Makes the file, as large as it is going to be. Local, for one rank."""
+    def make(self, folder: Path, rows: Tensor | None = None) -> None:
+        """Makes the file as large as it is going to be, of a whole table's bit fields if they are
+        there. Local, for one rank."""
         (folder / self.name).parent.mkdir(exist_ok=True)
         with (folder / self.name).open("wb") as file:
             file.write(self.header)
+            for part in () if rows is None else self.parts(rows):
+                file.write(part)
             file.truncate(len(self.header) + self.tensors["rows"].nbytes)
 
     def fill(self, folder: Path, first: int, last: int, rows: Rows) -> None:
@@ -311,13 +288,6 @@ class FileOfRows(NamedTuple):
                 file.seek(at[s])
                 file.write(fields.contiguous().numpy().data)
                 at[s] += fields.nbytes
-
-    def copy(self, folder: Path, rows: Tensor) -> None:
-        """Writes those of a whole table's bit fields that the file holds."""
-        with (folder / self.name).open("r+b") as file:
-            file.seek(len(self.header))
-            for part in self.parts(rows):
-                file.write(part)
 
     def parts(self, rows: Tensor) -> Iterator[memoryview]:
         """Those of a whole table's bit fields that the file holds, block by block."""
@@ -348,7 +318,7 @@ def files_of(
     while spans:
         begin, end = spans.popleft()
         tensors = encode(begin, end)
-        num_bytes, middle = file_bytes(tensors), (begin + end) // 2
+        num_bytes, middle = manifests.file_bytes(tensors), (begin + end) // 2
         if num_bytes > max_file_bytes:
             place, requirement = f"table {table.name!r}", f"a row within {max_file_bytes} bytes"
             check(middle > begin, place, requirement, num_bytes, "raise max_file_bytes")
@@ -365,7 +335,7 @@ def _write_blocks(
     first, last, rows = span
     encode = partial(encode_blocks, table, rows)
     for file in files_of(MIXED_DIMENSION, index, table, (first, last), encode, max_file_bytes):
-        facts = write_artifact_file(folder, file.name, file.tensors)
+        facts = manifests.write_artifact_file(folder, file.name, file.tensors)
         yield table.name, MIXED_DIMENSION, file.shard(), facts
 
 
@@ -408,8 +378,8 @@ def write_group(
     folder: Path, stem: str, tensors: Mapping[str, Tensor], max_file_bytes: int
 ) -> Files:
     """Writes tensors to as few files as hold them."""
-    groups = _groups(stem, tensors, max_file_bytes)
-    return {name: write_artifact_file(folder, name, group) for name, group in groups.items()}
+    groups = _groups(stem, tensors, max_file_bytes).items()
+    return {name: manifests.write_artifact_file(folder, name, part) for name, part in groups}
 
 
 def _groups(
@@ -420,9 +390,9 @@ def _groups(
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(describe(f"{stem} {name!r}", "a tensor", type(tensor).__name__))
-        size = file_bytes({name: tensor})
+        size = manifests.file_bytes({name: tensor})
         check(size <= max_file_bytes, f"tensor {name!r}", f"at most {max_file_bytes} bytes", size)
-        if not groups or file_bytes(groups[-1] | {name: tensor}) > max_file_bytes:
+        if not groups or manifests.file_bytes(groups[-1] | {name: tensor}) > max_file_bytes:
             groups.append({})
         # copies on the CPU: safetensors refuses tensors that share memory, as tied weights do
         groups[-1][name] = tensor.detach().cpu().contiguous().clone()
@@ -470,31 +440,26 @@ def _write_rest(
     max_file_bytes: int,
 ) -> None:
     """Scheme, dense state, model card and manifest, by rank 0."""
-    of_scheme = write_group(folder, "scheme", scheme.to_tensors(), max_file_bytes)
-    dense = write_group(folder, "dense_state", dense_state, max_file_bytes)
-    refresh = write_group(folder, "refresh", scheme.to_refresh(), max_file_bytes)
-    of_rows = _directories(scheme, max_file_bytes) if PACKED in fields["forms"] else {}
-    directories = write_group(folder, "directories", of_rows, max_file_bytes)
-    if directories:
-        fields["bytes_on_disk"][PACKED] += sum(entry["bytes"] for entry in directories.values())
-    manifest: dict[str, Any] = {
-        "versions": versions(),
-        **fields,
-        "scheme": list(of_scheme),
-        "dense_state": list(dense),
-        "refresh": list(refresh),
-        "directories": list(directories),
-        "parameters": scheme.parameters,
-        "bytes": scheme.exact_bytes(),
-        "run": run,
-        "files": of_scheme | dense | refresh | directories | fields["files"],
-    }
+    groups = {"scheme": scheme.to_tensors(), "dense_state": dense_state}
+    groups |= {"refresh": scheme.to_refresh(), "directories": {}}
+    if PACKED in fields["forms"]:
+        groups["directories"] = _directories(scheme, max_file_bytes)
+    manifest: dict[str, Any] = {"versions": versions(), **fields}
+    files: Files = {}
+    for stem, tensors in groups.items():
+        of_group = write_group(folder, stem, tensors, max_file_bytes)
+        manifest[stem], files = list(of_group), files | of_group
+        if stem == "directories" and of_group:
+            num_bytes = sum(entry["bytes"] for entry in of_group.values())
+            manifest["bytes_on_disk"][PACKED] += num_bytes
+    manifest |= {"parameters": scheme.parameters, "bytes": scheme.exact_bytes(), "run": run}
+    manifest["files"] = files | manifest["files"]
     if encoder:
         size, requirement = len(encoder), f"at most {max_file_bytes} bytes"
         check(size <= max_file_bytes, "encoder", requirement, size, "raise max_file_bytes")
         (folder / ENCODER).write_bytes(encoder)
         manifest["encoder"] = ENCODER
-        manifest["files"] |= {ENCODER: describe_file(folder, ENCODER)}
+        manifest["files"] |= {ENCODER: manifests.describe_file(folder, ENCODER)}
     card = card_of(scheme, manifest)
     (folder / CARD).write_text(card, encoding="utf-8", newline="\n")
     write_manifest(folder, manifest)
@@ -509,7 +474,7 @@ def _directories(scheme: MixedDimensionScheme, max_file_bytes: int) -> dict[str,
             is_stored = (table.column_bits() > 0).any(dim=1)
             directory = RowDirectory.of(table.routing, is_stored).directory
             # one that no file can hold is built at each load
-            if directory.numel() and file_bytes({name: directory}) <= max_file_bytes:
+            if directory.numel() and manifests.file_bytes({name: directory}) <= max_file_bytes:
                 directories[name] = directory
     return directories
 
@@ -519,9 +484,8 @@ def as_json(run: Mapping[str, Any]) -> Any:
     try:
         content = json.loads(json.dumps(run, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
-        remedy = "turn tensors, paths and non-finite numbers into JSON first"
-        raise ValueError(describe("run", "values that JSON holds", str(error), remedy)) from error
-    conform(content, RunOfArtifact, "run")
+        raise ValueError(describe("run", "values that JSON holds", str(error))) from error
+    conform(content, manifests.RunOfArtifact, "run")
     return content
 
 
@@ -580,15 +544,10 @@ def card_of(scheme: MixedDimensionScheme, manifest: Mapping[str, Any]) -> str:
 
 
 def _row_of(table: TableScheme, form: str) -> tuple[str, ...]:
-    return (
-        table.name,
-        ", ".join(table.feature_names),
-        f"{table.num_embeddings:,}",
-        str(table.embedding_dim),
-        ", ".join(map(str, table.dims.tolist())),
-        ", ".join(f"{bits:.1f}" for bits in table.column_bits().float().mean(dim=1).tolist()),
-        f"{table.served_bytes(form):,}",
-    )
+    bits = table.column_bits().float().mean(dim=1).tolist()
+    features, dims = ", ".join(table.feature_names), ", ".join(map(str, table.dims.tolist()))
+    head = table.name, features, f"{table.num_embeddings:,}", str(table.embedding_dim), dims
+    return *head, ", ".join(f"{value:.1f}" for value in bits), f"{table.served_bytes(form):,}"
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

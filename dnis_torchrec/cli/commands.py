@@ -19,87 +19,38 @@ from torchrec.distributed.model_parallel import DistributedModelParallel, get_un
 
 from dnis_torchrec.allocation.axes import rotation_groups
 from dnis_torchrec.allocation.compress import measure_
+from dnis_torchrec.artifact.delta import ServedState, read_state, write_delta
 from dnis_torchrec.artifact.export import export, load_model
 from dnis_torchrec.artifact.load import ArtifactFolder, read_scheme
 from dnis_torchrec.artifact.manifest import ENCODER, MANIFEST, read_manifest, write_manifest
 from dnis_torchrec.artifact.package import write_package
+from dnis_torchrec.artifact.refresh import MOST_DRIFT, Refresh, delta_, drift, whole_
 from dnis_torchrec.artifact.verify import Verification, verify
 from dnis_torchrec.artifact.write import shared_folder, write_artifact
 from dnis_torchrec.checks import check, describe, versions
-from dnis_torchrec.cli.judge import Judge, Metrics, block_rows
-from dnis_torchrec.cli.narrow import begin_narrow_
+from dnis_torchrec.cli import run as runs
+from dnis_torchrec.cli import settings as options
+from dnis_torchrec.cli import streams
+from dnis_torchrec.cli.judge import Judge, Metrics, block_rows, encoder_of
 from dnis_torchrec.cli.progress import progress_and_stop
-from dnis_torchrec.cli.run import (
-    COMPRESS_RUN,
-    INTERRUPTED,
-    PAGE,
-    RESULTS,
-    RUN,
-    SEARCH_RUN,
-    TRAIN_RUN,
-    TRAINING,
-    RunFolder,
-    TableColumns,
-    fill_after_plain_training_,
-    kind_of,
-)
-from dnis_torchrec.cli.settings import (
-    FINISHED,
-    CompressCommand,
-    EvaluateCommand,
-    ExportCommand,
-    PackageCommand,
-    SearchCommand,
-    TrainCommand,
-    is_table,
-)
-from dnis_torchrec.cli.streams import (
-    RECENT_NOTE,
-    SHORT_NOTE,
-    STREAM_NOTE,
-    check_pass,
-    data_of_stream,
-    record_of_stream,
-    search_on_stream,
-    train_on_stream,
-)
+from dnis_torchrec.cli.run import RESULTS, RunFolder, kind_of
+from dnis_torchrec.cli.settings import FINISHED, is_table
+from dnis_torchrec.data import over_ranks
 from dnis_torchrec.data.batches import LookupBatches
 from dnis_torchrec.data.files import conform
-from dnis_torchrec.data.frames import FrameEncoder, FrameSplits, FrameStream, recipe_from_frame
-from dnis_torchrec.data.over_ranks import (
-    JUDGE,
-    JoinedBatches,
-    RankBatches,
-    check_same,
-    read_splits,
-    samples_to_measure,
-    split_over_ranks,
-)
+from dnis_torchrec.data.frames import FrameEncoder, recipe_from_frame
 from dnis_torchrec.data.recipe import DataSplits, Recipe, build_recipe
 from dnis_torchrec.data.stream import FrequencyCounts
 from dnis_torchrec.data.task import TrainTask, check_batches, direction_of
-from dnis_torchrec.data.urls import put_file, url_of
+from dnis_torchrec.data.urls import address_of, url_of
 from dnis_torchrec.ranks import Ranks, on_rank_zero, progress_bar, rank_of, together, world_size_of
+from dnis_torchrec.report import rows as report
 from dnis_torchrec.report.page import write_report
-from dnis_torchrec.report.rows import (
-    COMPRESS,
-    SEARCH,
-    UNCOMPRESSED,
-    Results,
-    join_results,
-    read_results,
-    write_results,
-)
 from dnis_torchrec.scheme import PACKED, MixedDimensionScheme
+from dnis_torchrec.search import search as bilevel
 from dnis_torchrec.search.prune import uncompressed_scheme
 from dnis_torchrec.search.schedule import BilevelStream, LevelSchedule
-from dnis_torchrec.search.search import (
-    COMPRESSED,
-    SEARCHED,
-    SearchOutcome,
-    search,
-    with_tables_apart,
-)
+from dnis_torchrec.search.search import with_tables_apart
 from dnis_torchrec.search.settings import USUAL_EPOCHS, SearchSettings
 from dnis_torchrec.selection.shards import TableShard, collections, dense_parameters, table_configs
 from dnis_torchrec.selection.swap import replace_, unshard_
@@ -117,28 +68,25 @@ USUAL_TRAIN_EPOCHS = 60
 # train
 
 
-def run_train(settings: TrainCommand) -> Results:
+def run_train(settings: options.TrainCommand) -> report.Results:
     """Trains the plain model of a recipe and writes a run; goes on with one if asked to."""
     with process_group() as device:
         with together():
-            past = dict[str, Any]()
+            past = _past_of(settings)
             if settings.refit is not None:
                 past = RunFolder.open(settings.refit).read_head()
-                is_plain = past.get("kind") == TRAIN_RUN and not past.get("refit")
+                is_plain = past.get("kind") == runs.TRAIN_RUN and not past.get("refit")
                 is_plain = is_plain and "stream" not in past
                 check(is_plain, "--refit", "a run of `dnis train`", str(settings.refit))
                 best, seed = int(past["best_epoch"]), int(past["seed"])
                 settings = replace(settings, epochs=best + 1, seed=seed)
             if settings.source is not None:
-                _check_apart(settings.source, settings.out)
-                run = RunFolder.open(settings.source)
-                run.latest_checkpoint()
-                past = run.read_head()
+                RunFolder.open(settings.source).latest_checkpoint()
             recipe, head = _recipe_and_head(settings, past)
             recipe = with_tables_apart(recipe)
-            check_pass(recipe, settings)
+            streams.check_pass(recipe, settings)
             if settings.refit is not None:
-                both = JoinedBatches(recipe.data.train, recipe.data.validation)
+                both = over_ranks.JoinedBatches(recipe.data.train, recipe.data.validation)
                 recipe = replace(recipe, data=replace(recipe.data, train=both))
                 head["refit"] = True
             configuration: dict[str, Any] = {"embedding_l2": recipe.embedding_l2}
@@ -150,16 +98,16 @@ def run_train(settings: TrainCommand) -> Results:
             if settings.scheme is not None:
                 scheme_id = ArtifactFolder(settings.scheme).content_id
                 configuration |= {"scheme": str(settings.scheme), "scheme_id": scheme_id}
-            head |= {"kind": TRAIN_RUN, "configuration": configuration}
+            head |= {"kind": runs.TRAIN_RUN, "configuration": configuration}
         with _run_folder(settings, head) as run:
             if on_rank_zero(run.status) != FINISHED:
                 train = _train_on_stream if recipe.is_stream else _train
                 train(settings, recipe, head, run, device)
-            return on_rank_zero(lambda: read_results(run.path / RESULTS))
+            return on_rank_zero(lambda: report.read_results(run.path / RESULTS))
 
 
 def _train(
-    settings: TrainCommand,
+    settings: options.TrainCommand,
     recipe: Recipe,
     head: dict[str, Any],
     run: RunFolder,
@@ -167,7 +115,7 @@ def _train(
 ) -> None:
     """The training itself; leaves a finished run with its row."""
     tables = table_configs(recipe.model)
-    data, counts, fingerprints = read_splits(recipe, tables, Ranks.everyone())
+    data, counts, fingerprints = over_ranks.read_splits(recipe, tables, Ranks.everyone())
     recipe = replace(recipe, data=data)
     train = LookupBatches(data.train, "train")
     epoch = getattr(train, "epoch", None)
@@ -178,7 +126,7 @@ def _train(
     torch.manual_seed(head["seed"])
     begin, narrow = time.monotonic(), None
     if settings.scheme is not None:
-        narrow = begin_narrow_(recipe, settings.scheme, None)
+        narrow = streams.begin_narrow_(recipe, settings.scheme, None)
     task = TrainTask(recipe.model, recipe.task, embedding_l2=recipe.embedding_l2)
     model, optimizer = shard(task, recipe, device)
     stream = BilevelStream(train, data.validation, LevelSchedule(warm_up_steps=None))
@@ -198,23 +146,18 @@ def _train(
     seconds = loop.seconds_before + time.monotonic() - begin
     judge = Judge(recipe, data, device, head["seed"], counts.counts, tables)
     metrics = judge.evaluate(model)
-    row = judge.row(UNCOMPRESSED, metrics, 4 * scheme.parameters, seconds=seconds)
-    head = head | {
-        "best_epoch": loop.finished[0].best.epoch,
-        "scheme": scheme.to_json(),
-        "metrics": metrics["test"],
-    }
-    results = judge.results([row], head, history=tuple(record.line() for record in loop.history))
+    row = judge.row(report.UNCOMPRESSED, metrics, 4 * scheme.parameters, seconds=seconds)
     if narrow is not None:
         plain, _ = narrow.plain_model(model, loop.checkpoint_of(loop.finished[0]))
     else:
         plain = _without_shards(model)
-    _finish(run, plain, scheme, head, results, recipe)
+    head = {**head, "best_epoch": loop.finished[0].best.epoch, "metrics": metrics["test"]}
+    judge.finish(run, plain, scheme, [row], head, history=loop.history)
     on_rank_zero(CheckpointFolder(run.checkpoints).remove)
 
 
 def _train_on_stream(
-    settings: TrainCommand,
+    settings: options.TrainCommand,
     recipe: Recipe,
     head: dict[str, Any],
     run: RunFolder,
@@ -222,28 +165,26 @@ def _train_on_stream(
 ) -> None:
     """The one pass; leaves a finished run with the row of its last window."""
     scheme, begin = uncompressed_scheme(recipe.model), time.monotonic()
-    model, loop, summary, narrow = train_on_stream(settings, recipe, head["seed"], run, device)
+    seed = head["seed"]
+    model, loop, summary, narrow = streams.train_on_stream(settings, recipe, seed, run, device)
     seconds = loop.seconds_before + time.monotonic() - begin
     record, steps, counts = loop.history[-1], loop.history[-1].step, summary.counts
-    judge = Judge(recipe, recipe.data, device, head["seed"], counts.counts, ())
+    judge = Judge(recipe, recipe.data, device, seed, counts.counts, ())
     metrics = {"test": record.metrics, "selection": {}}
-    row = judge.row(UNCOMPRESSED, metrics, 4 * scheme.parameters, seconds=seconds)
-    judge.notes.append(STREAM_NOTE.format(min(steps, WINDOW_REPORTS * loop.steps_per_epoch)))
+    row = judge.row(report.UNCOMPRESSED, metrics, 4 * scheme.parameters, seconds=seconds)
+    window = min(steps, WINDOW_REPORTS * loop.steps_per_epoch)
+    judge.notes.append(streams.STREAM_NOTE.format(window))
     if steps < (settings.steps or 0):
-        judge.notes.append(SHORT_NOTE.format(steps, settings.steps))
-    head = head | {"scheme": scheme.to_json(), "metrics": record.metrics}
-    head |= record_of_stream(steps, counts)
-    history = tuple(record.line() for record in loop.history)
-    results = judge.results([row], head, history=history, split="window")
+        judge.notes.append(streams.SHORT_NOTE.format(steps, settings.steps))
     on_rank_zero(lambda: run.save_stream(summary))
     if narrow is not None:
-        plain, state = narrow.plain_model(
-            model, cast(Any, CheckpointFolder(run.checkpoints).latest())
-        )
+        latest: Any = CheckpointFolder(run.checkpoints).latest()
+        plain, state = narrow.plain_model(model, latest)
         narrow.write_widened(run, state)
     else:
         plain = _without_shards(model)
-    _finish(run, plain, scheme, head, results, recipe)
+    head = {**head, "metrics": record.metrics, **streams.record_of_stream(steps, counts)}
+    judge.finish(run, plain, scheme, [row], head, history=loop.history, split="window")
 
 
 def _without_shards(model: DistributedModelParallel) -> nn.Module:
@@ -255,14 +196,17 @@ def _without_shards(model: DistributedModelParallel) -> nn.Module:
 # compress
 
 
-def run_compress(settings: CompressCommand) -> Results:
+def run_compress(settings: options.CompressCommand) -> report.Results:
     """Measures a trained model once, and writes an artifact for each size."""
     with process_group() as device:
         out, overwrite, ranks = settings.out, settings.overwrite, Ranks.everyone()
         on_rank_zero(lambda: RunFolder.check_free(out, overwrite=overwrite))
         check_shared(out.parent)
         with together():
-            recipe, weights, head = _trained_model(settings)
+            recipe, head = _recipe_and_head(settings, _past_of(settings))
+            weights = None
+            if settings.source is not None:
+                weights = _weights_of(recipe.model, settings.source)
             recipe = with_tables_apart(recipe)
         encoder, tables = encoder_of(recipe), table_configs(recipe.model)
         recipe, data, counts, held_out = data_to_measure(settings.source, recipe, head, ranks)
@@ -274,20 +218,20 @@ def run_compress(settings: CompressCommand) -> Results:
         begin = time.monotonic()
         measurement = measure_(
             model,
-            samples_to_measure(data.train),
+            over_ranks.samples_to_measure(data.train),
             loss=recipe.task,
             counts=counts,
             held_out=held_out,
             leave_alone=recipe.leave_alone,
         )
         if ranks.world_size == 1:
-            rows += judge.cut_rows(model, settings.compressions)
+            rows += judge.cut_rows(model, num_bytes, settings.compressions)
         sizes = progress_bar(settings.sizes.items(), "choosing bits", delay=1)
         allocations = {name: measurement.allocate(**size) for name, size in sizes}
         seconds = time.monotonic() - begin
         head["configuration"] = {"sizes": settings.sizes}
         is_turned = bool(rotation_groups(model, recipe.leave_alone))
-        with shared_folder(out, overwrite=overwrite, kind=RUN, ranks=ranks) as folder:
+        with shared_folder(out, overwrite=overwrite, kind=runs.RUN, ranks=ranks) as folder:
             for name, allocation in allocations.items():
                 begin = time.monotonic()
                 record = {key: head[key] for key in head if key != "commands"} | {
@@ -304,16 +248,11 @@ def run_compress(settings: CompressCommand) -> Results:
                 if not is_left:  # who verifies has other samples of a stream
                     on_rank_zero(partial(_note_metrics, place, metrics["test"]))
                 size = allocation.num_bytes, allocation.compression
-                row = judge.row(COMPRESS, metrics, *size, seconds_of_size, name=name)
+                row = judge.row(report.COMPRESS, metrics, *size, seconds_of_size, name=name)
                 increase = allocation.predicted_loss_increase
                 rows.append(replace(row, predicted_loss_increase=increase))
-            results = judge.results(rows, head, split="recent" if is_left else "test")
-            with together():
-                if ranks.is_first:
-                    write_results(folder / RESULTS, results)
-                    write_report(folder / PAGE, results)
-                    RunFolder(folder).write_head(FINISHED, head | {"kind": COMPRESS_RUN})
-    return results
+            head["kind"], split = runs.COMPRESS_RUN, "recent" if is_left else "test"
+            return judge.write(RunFolder(folder), rows, head, split=split)
 
 
 def data_to_measure(
@@ -322,36 +261,44 @@ def data_to_measure(
     """The recipe with splits, this rank's, the counts, and samples for gains unless all were
     trained on; of a stream the head of a run learns of it."""
     if not recipe.is_stream:
-        data, counts, _ = read_splits(recipe, table_configs(recipe.model), ranks)
-        held_out = samples_to_measure(data.selection if head.get("refit") else data.validation)
-        return recipe, data, counts, held_out
+        data, counts, _ = over_ranks.read_splits(recipe, table_configs(recipe.model), ranks)
+        held_out = data.selection if head.get("refit") else data.validation
+        return recipe, data, counts, over_ranks.samples_to_measure(held_out)
     remedy = "name what `dnis train --steps` wrote"
     is_fit = source is not None and is_run(source)
     check(is_fit, "--from", "a run, as Recipe.data is a stream", source, remedy)
     run = RunFolder.open(cast(Path, source))
-    data, counts, number = data_of_stream(run, ranks)
-    head |= {"notes": [RECENT_NOTE.format(number)], "stream": run.read_head()["stream"]}
+    data, counts, number = streams.data_of_stream(run, ranks)
+    head |= {"notes": [streams.RECENT_NOTE.format(number)], "stream": run.read_head()["stream"]}
     return replace(recipe, data=data), data, counts, None
 
 
-def _trained_model(
-    settings: CompressCommand,
-) -> tuple[Recipe, dict[str, StoredTensor] | None, dict[str, Any]]:
-    """The recipe, its model's weights where they are in files, and what an artifact records."""
-    source, head, weights = settings.source, dict[str, Any](), None
-    if source is not None and is_run(source):
-        run = RunFolder.open(source)
-        head, weights = run.read_head(), run.weights()
-    recipe, new_head = _recipe_and_head(settings, head)
-    if weights is not None:
-        check_state(recipe.model, weights, f"run folder {source}")
-    elif source is not None:
-        weights = weights_for_(recipe.model, source)
-    return recipe, weights, new_head
+def is_run(path: Path) -> bool:
+    """Returns whether `dnis` wrote a folder as a run."""
+    return (path / "run.json").is_file()
+
+
+def _past_of(settings: options.ModelCommand) -> dict[str, Any]:
+    """What the run of --from records, which has another folder than the new one."""
+    source = settings.source
+    if source is None or not is_run(source):
+        return {}
+    is_apart, requirement = source.resolve() != settings.out.resolve(), "another folder than --out"
+    check(is_apart, "--from", requirement, str(source), "choose another --out")
+    return RunFolder(source).read_head()
+
+
+def _weights_of(model: nn.Module, source: Path) -> dict[str, StoredTensor]:
+    """Weights of a run, or in files, that fit a model; nothing is read yet."""
+    if not is_run(source):
+        return weights_for_(model, source)
+    weights = RunFolder.open(source).weights()
+    check_state(model, weights, f"run folder {source}")
+    return weights
 
 
 def _recipe_and_head(
-    settings: TrainCommand | CompressCommand | SearchCommand, past: Mapping[str, Any]
+    settings: options.ModelCommand, past: Mapping[str, Any]
 ) -> tuple[Recipe, dict[str, Any]]:
     """The recipe as the run that a command begins with had it, if it does, and what it records."""
     seed_option = getattr(settings, "seed", None)
@@ -371,22 +318,19 @@ def recipe_of(settings: Any, record: Mapping[str, Any], folder: Path | None = No
     """The recipe or table of a command, with what a run or an artifact records of it, and, of a
     stream, with the encoder in its folder."""
     spec, columns = str(settings.recipe), record.get("columns")
+    facts: dict[str, Any] = {name: record.get(name) for name in ("seed", "embedding_dim")}
+    facts["seed"] = facts["seed"] or 0
     if not is_table(spec):
-        seed, dim = record.get("seed", 0), record.get("embedding_dim")
-        return build_recipe(spec, settings.data, seed=seed, embedding_dim=dim)
+        return build_recipe(spec, settings.data, **facts)
     columns = settings.columns if columns is None else columns
     check(columns is not None, "--label", f"the column of {spec} to predict", "none")
-    conform(columns, TableColumns, "columns of the run")
+    conform(columns, runs.TableColumns, "columns of the run")
     is_same = settings.columns in (None, columns)
     check(is_same, f"table {spec}", f"the columns of the run, {columns}", settings.columns)
-    options: dict[str, Any] = {
-        "embedding_dim": record.get("embedding_dim"),
-        "seed": record.get("seed", 0),
-        "is_stream": "stream" in record or getattr(settings, "is_pass", False),
-    }
-    if options["is_stream"] and folder is not None and (file := folder / ENCODER).is_file():
-        options["encoder"] = FrameEncoder.from_bytes(file.read_bytes(), str(file))
-    return recipe_from_frame(spec, model="dlrm", **columns, **options)
+    is_stream = "stream" in record or getattr(settings, "is_pass", False)
+    if is_stream and folder is not None and (file := folder / ENCODER).is_file():
+        facts["encoder"] = FrameEncoder.from_bytes(file.read_bytes(), str(file))
+    return recipe_from_frame(spec, model="dlrm", is_stream=is_stream, **columns, **facts)
 
 
 def _evaluate_served(judge: Judge, model: nn.Module, artifact: Path) -> Metrics:
@@ -410,28 +354,26 @@ def _note_metrics(artifact: Path, metrics: Mapping[str, float]) -> None:
 # search
 
 
-def run_search(settings: SearchCommand) -> Results:
+def run_search(settings: options.SearchCommand) -> report.Results:
     """Searches, evaluates on the test split and writes a run; goes on with one if asked to."""
     with process_group() as device:
         with together():
             recipe, trained_epochs, head = _search_begin(settings)
         with _run_folder(settings, head) as run:
-            if on_rank_zero(run.status) != FINISHED and recipe.is_stream:
-                _finish(run, *search_on_stream(settings, recipe, head, run, device), recipe)
-            elif on_rank_zero(run.status) != FINISHED:
+            is_finished = on_rank_zero(run.status) == FINISHED
+            if not is_finished and recipe.is_stream:
+                streams.search_on_stream(settings, recipe, head, run, device)
+            elif not is_finished:
                 _search(settings, recipe, trained_epochs, head, run, device)
-            return on_rank_zero(lambda: read_results(run.path / RESULTS))
+            return on_rank_zero(lambda: report.read_results(run.path / RESULTS))
 
 
-def _search_begin(settings: SearchCommand) -> tuple[Recipe, int | None, dict[str, Any]]:
+def _search_begin(settings: options.SearchCommand) -> tuple[Recipe, int | None, dict[str, Any]]:
     """The recipe with its model as the search begins with it, and the head of the run."""
-    source, past = settings.source, dict[str, Any]()
-    if source is not None and is_run(source):
-        past = RunFolder(source).read_head()
-        _check_apart(source, settings.out)
+    source, past = settings.source, _past_of(settings)
     check(not past.get("refit"), "--from", "a model that validation has not trained", "a refit")
     recipe, head = _recipe_and_head(settings, past)
-    check_pass(recipe, settings)
+    streams.check_pass(recipe, settings)
     if recipe.is_stream and world_size_of() > 1:
         place, remedy = "dnis search --steps", "`dnis train --steps` on ranks, then compress"
         text = describe(place, "supported is one process", f"{world_size_of()} ranks", remedy)
@@ -454,24 +396,18 @@ def _search_begin(settings: SearchCommand) -> tuple[Recipe, int | None, dict[str
 
 def _begin_with_(model: nn.Module, source: Path | RunFolder) -> int | None:
     """Fills a model with weights of a file or of plain training; returns their epochs, if known."""
-    if isinstance(source, Path) and not is_run(source):
-        fill_(model, weights_for_(model, source))
-        return None
     run = RunFolder(source) if isinstance(source, Path) else source
-    head, place = run.read_head(), f"run folder {run.path}"
-    if kind_of(head) == TRAIN_RUN:
-        weights = RunFolder.open(run.path).weights()
-        check_state(model, weights, place)
-        fill_(model, weights)
-        return int(head["best_epoch"]) + 1
-    check(kind_of(head) == SEARCH_RUN, place, "a model in it", "compressed ones")
-    return fill_after_plain_training_(model, run, head)
+    head = run.read_head() if is_run(run.path) else {}
+    if not head or kind_of(head) == runs.TRAIN_RUN:
+        fill_(model, _weights_of(model, run.path))
+        return int(head["best_epoch"]) + 1 if head else None
+    is_fit, place = kind_of(head) == runs.SEARCH_RUN, f"run folder {run.path}"
+    check(is_fit, place, "a model in it", "compressed ones")
+    return runs.fill_after_plain_training_(model, run, head)
 
 
 @contextmanager
-def _run_folder(
-    settings: TrainCommand | SearchCommand, head: dict[str, Any]
-) -> Iterator[RunFolder]:
+def _run_folder(settings: options.TrainingCommand, head: dict[str, Any]) -> Iterator[RunFolder]:
     """The folder of a new run, or of the one to go on with; locked by rank 0 until the end."""
     run = RunFolder(settings.out, url=url_of(settings.out))
     with ExitStack() as stack:
@@ -488,49 +424,22 @@ def _run_folder(
                 check_shared(run.path)
             with together():
                 if rank_of() == 0 and run.status() != FINISHED:
-                    run.write_head(TRAINING, head)
+                    run.write_head(runs.TRAINING, head)
             yield run
         except BaseException:
             if rank_of() == 0:
                 with suppress(OSError):  # a full disk must not hide what went wrong
-                    _leave(run, head)
+                    # leaves a run to go on with, or what was there if nothing was trained
+                    if CheckpointFolder(run.checkpoints).steps() and run.status() != FINISHED:
+                        run.write_head(runs.INTERRUPTED, head)
+                        run.drop_replaced()
+                    elif run.status() != FINISHED:
+                        run.give_up()
             raise
 
 
-def _leave(run: RunFolder, head: Mapping[str, Any]) -> None:
-    """Leaves a run to go on with, or what was there before if nothing was trained."""
-    if run.status() == FINISHED:
-        return
-    if CheckpointFolder(run.checkpoints).steps():
-        run.write_head(INTERRUPTED, head)
-        run.drop_replaced()
-    else:
-        run.give_up()
-
-
-def _finish(
-    run: RunFolder,
-    model: nn.Module,
-    scheme: MixedDimensionScheme,
-    head: Mapping[str, Any],
-    results: Results,
-    recipe: Recipe,
-) -> None:
-    """Writes the model and the rows of a run that is over."""
-    encoder = encoder_of(recipe)
-    run.save_model(model, scheme)
-    with together():
-        if rank_of() == 0:
-            if encoder is not None:
-                put_file(run.path / ENCODER, lambda file: file.write_bytes(encoder.to_bytes()))
-            write_results(run.path / RESULTS, results)
-            write_report(run.path / PAGE, results)
-            run.write_head(FINISHED, head)
-            run.drop_replaced()
-
-
 def _search(
-    settings: SearchCommand,
+    settings: options.SearchCommand,
     recipe: Recipe,
     trained_epochs: int | None,
     head: dict[str, Any],
@@ -541,7 +450,7 @@ def _search(
     with progress_and_stop(recipe, run.drop_replaced) as events:
         torch.manual_seed(head["seed"])
         begin = time.monotonic()
-        outcome = search(
+        outcome = bilevel.search(
             *(recipe, settings.compression, run.checkpoints, device),
             settings=SearchSettings(epochs=head["configuration"]["epochs"]),
             trained_epochs=trained_epochs,
@@ -549,20 +458,15 @@ def _search(
             policy=Saving(resume=settings.resume),
         )
         seconds = outcome.seconds_before + time.monotonic() - begin
-    data = split_over_ranks(recipe.data, Ranks.everyone())
+    data = over_ranks.split_over_ranks(recipe.data, Ranks.everyone())
     rows_read = outcome.counts.counts, table_configs(outcome.model)
     judge = Judge(recipe, data, device, head["seed"], *rows_read)
     metrics, scheme = judge.evaluate(outcome.model), outcome.scheme
     size = scheme.served_bytes(PACKED), scheme.compression(PACKED)
-    rows = [judge.row(SEARCH, metrics, *size, seconds)]
-    head = head | {
-        "notes": _note_of_origin(recipe, outcome),
-        "origin": outcome.origin,
-        "selection_losses": outcome.selection_losses,
-        "scheme": scheme.to_json(),
-        "best_epoch": outcome.best_epoch,
-        "metrics": metrics["test"],
-    }
+    rows = [judge.row(report.SEARCH, metrics, *size, seconds)]
+    facts = {name: getattr(outcome, name) for name in ("origin", "selection_losses", "best_epoch")}
+    notes = _note_of_origin(recipe, outcome)
+    head = {**head, **facts, "notes": notes, "metrics": metrics["test"]}
     if world_size_of() == 1:
         recipe = recipe_of(settings, head)
         _begin_with_(recipe.model, settings.source or run)
@@ -570,19 +474,16 @@ def _search(
         plain = Judge(recipe, recipe.data, device, head["seed"], *rows_read)
         model, num_bytes = recipe.model.to(device), 4 * dense_parameters(recipe.model)
         rows += plain.plain_rows(model, num_bytes)
-    history = tuple(record.line() for record in outcome.history)
-    results = judge.results(
-        rows, head, history=history, blocks=block_rows(scheme, outcome.blocks.occurrences)
-    )
-    _finish(run, outcome.model, scheme, head, results, recipe)
+    more = {"history": outcome.history, "blocks": block_rows(scheme, outcome.blocks.occurrences)}
+    judge.finish(run, outcome.model, scheme, rows, head, **more)
 
 
-def _note_of_origin(recipe: Recipe, outcome: SearchOutcome) -> list[str]:
+def _note_of_origin(recipe: Recipe, outcome: bilevel.SearchOutcome) -> list[str]:
     """Says of a search that gained nothing what is served instead."""
-    if outcome.origin != COMPRESSED:
+    if outcome.origin != bilevel.COMPRESSED:
         return []
     losses, sign = outcome.selection_losses, -1 if direction_of(recipe.task, recipe.stop_on) else 1
-    first, other = (f"{sign * losses[name]:.5f}" for name in (SEARCHED, COMPRESSED))
+    first, other = (f"{sign * losses[name]:.5f}" for name in (bilevel.SEARCHED, bilevel.COMPRESSED))
     return [
         "The search gained nothing beyond chance, so this run holds the trained model, compressed. "
         f"At these bytes the selection {recipe.stop_on} of the search is {first}; that of the "
@@ -593,13 +494,7 @@ def _note_of_origin(recipe: Recipe, outcome: SearchOutcome) -> list[str]:
 # export, evaluate, package, report
 
 
-def encoder_of(recipe: Recipe) -> FrameEncoder | None:
-    """What turns raw rows into a recipe's batches, where it is made of a table."""
-    is_table = isinstance(recipe.data, FrameSplits | FrameStream)
-    return recipe.data.encoder if is_table else None
-
-
-def run_export(settings: ExportCommand) -> Path:
+def run_export(settings: options.ExportCommand) -> Path:
     """Exports a finished run as an artifact."""
     with launched_ranks() as ranks:
         with together(ranks.group):
@@ -623,7 +518,7 @@ def run_export(settings: ExportCommand) -> Path:
         )
 
 
-def run_evaluate(settings: EvaluateCommand) -> dict[str, Any]:
+def run_evaluate(settings: options.EvaluateCommand) -> dict[str, Any]:
     """Evaluates a finished run, or an artifact in its model, on the test split or a stream."""
     path, is_artifact = settings.path, (settings.path / MANIFEST).is_file()
     with process_group() as device:
@@ -631,13 +526,14 @@ def run_evaluate(settings: EvaluateCommand) -> dict[str, Any]:
         with together():
             if is_artifact:
                 head, scheme = read_manifest(path)["run"], read_scheme(path)
-                recipe = recipe_of(settings, head, path)
-                load_model(recipe.model, path)
             else:
                 run = RunFolder.open(path)
-                head, scheme, weights = run.read_head(), run.scheme(), run.weights()
-                recipe = recipe_of(settings, head, path)
-                check_state(recipe.model, weights, f"run folder {path}")
+                head, scheme = run.read_head(), run.scheme()
+            recipe = recipe_of(settings, head, path)
+            if is_artifact:
+                load_model(recipe.model, path)
+            else:
+                weights = _weights_of(recipe.model, path)
         model = recipe.model.to(device)
         if weights is not None:
             model = spread_filled(recipe.model, weights, device)
@@ -654,7 +550,7 @@ def run_evaluate(settings: EvaluateCommand) -> dict[str, Any]:
     }
 
 
-def run_verify(settings: EvaluateCommand) -> Verification:
+def run_verify(settings: options.EvaluateCommand) -> Verification:
     """Checks an artifact, with its metrics where a recipe is named."""
     with launched_ranks() as ranks:
         measure = None
@@ -683,15 +579,15 @@ def _test_metrics(
     if recipe.is_stream:
         batches = check_batches(recipe.data, recipe.task, "test")
         if ranks.world_size > 1 and not getattr(recipe.data, "is_split_over_ranks", False):
-            batches = iter(RankBatches(batches, ranks, "test", JUDGE))
+            batches = iter(over_ranks.RankBatches(batches, ranks, "test", over_ranks.JUDGE))
         return evaluate(TrainTask(model, recipe.task), batches, recipe.task, device)
-    data = split_over_ranks(recipe.data, ranks)
+    data = over_ranks.split_over_ranks(recipe.data, ranks)
     metrics = evaluate(TrainTask(model, recipe.task), data.test, recipe.task, device)
-    check_same(data, ranks)
+    over_ranks.check_same(data, ranks)
     return metrics
 
 
-def run_package(settings: PackageCommand) -> None:
+def run_package(settings: options.PackageCommand) -> None:
     """Packages the model of an artifact."""
     recipe = recipe_of(settings, read_manifest(settings.artifact)["run"], settings.artifact)
     model = load_model(recipe.model, settings.artifact, form=PACKED)
@@ -700,23 +596,75 @@ def run_package(settings: PackageCommand) -> None:
     write_package(model, batch, settings.out, notes=notes, overwrite=settings.overwrite)
 
 
-def run_report(folders: Sequence[Path]) -> Results:
+def run_report(folders: Sequence[Path]) -> report.Results:
     """Writes report.html into the first of some folders, about all of them."""
-    results = join_results([read_results(folder / RESULTS) for folder in folders])
-    write_report(folders[0] / PAGE, results)
+    results = report.join_results([report.read_results(folder / RESULTS) for folder in folders])
+    write_report(folders[0] / runs.PAGE, results)
     return results
 
 
-# What several commands need
+# refresh
+
+_RECORD = ("recipe", "columns", "seed", "embedding_dim", "stream", "versions", "refit")
+"""Fields of a run that its artifact has, too."""
 
 
-def is_run(path: Path) -> bool:
-    """Returns whether `dnis` wrote a folder as a run."""
-    return (path / "run.json").is_file()
+def run_refresh(settings: options.RefreshCommand) -> Iterator[str]:
+    """Writes an artifact or a delta; gives what there is to say of it, line by line."""
+    with process_group() as device:
+        ranks, path = Ranks.everyone(), settings.run
+        check_shared(settings.out.parent)
+        with together():
+            head, base = RunFolder.open(path).read_head(), read_state(settings.artifact)
+            recipe = recipe_of(settings, head, path)
+            weights = _weights_of(recipe.model, path)
+            recipe = with_tables_apart(recipe)
+        encoder = encoder_of(recipe)
+        _, data, counts, held_out = data_to_measure(path, recipe, head, ranks)
+        batches = over_ranks.samples_to_measure(data.train)
+        samples: dict[str, Any] = {"batches": batches, "counts": counts, "loss": recipe.task}
+        samples["leave_alone"] = recipe.leave_alone
+        model = spread_filled(recipe.model, weights, device)
+        record = {key: value for key, value in base.run.items() if key != "metrics"}
+        record |= {key: head[key] for key in _RECORD if key in head}
+        if not settings.delta:
+            size = base.run.get("configuration", {}).get("compression")
+            samples |= {"compression": size, "held_out": held_out}
+            measurement, allocation = whole_(model, base.scheme, base.rows, **samples)
+            record["output_shift"] = allocation.output_shift
+            with measurement.shifted(allocation):
+                place = allocation.scheme, settings.out
+                export(model, *place, forms=(PACKED,), run=record, encoder=encoder)
+            yield _size_line(allocation.scheme)
+            yield f"predicted increase of the loss: {allocation.predicted_loss_increase:.3g}"
+            yield f"artifact: {address_of(settings.out)}"
+            return
+        result = delta_(model, base.scheme, base.rows, held_out=held_out, **samples)
+        with together():
+            if ranks.is_first:
+                of_encoder = base.encoder if encoder is None else encoder.to_bytes()
+                new = result.state(base, run=record, encoder=of_encoder)
+                write_delta(settings.artifact, new, settings.out)
+        yield from _delta_lines(result, base, settings.out)
+        yield f"delta: {address_of(settings.out)}"
+        by_table = drift(model, result.scheme, **samples)
+        for name, share in by_table.items():
+            yield f"drift of {name}: {share:+.2%} of the loss, beside a fresh allocation"
+        total = sum(by_table.values())
+        advice = "a whole refresh is due" if total > MOST_DRIFT else f"{MOST_DRIFT:.1%} is fine"
+        yield f"drift of all tables: {total:+.2%}; {advice}"
 
 
-def _check_apart(source: Path, out: Path) -> None:
-    """Checks that a run does not go on in the folder of the run that it begins with."""
-    place, requirement = "--from", "another folder than --out"
-    is_apart = source.resolve() != out.resolve()
-    check(is_apart, place, requirement, str(source), "choose another --out")
+def _size_line(scheme: MixedDimensionScheme) -> str:
+    num_bytes = scheme.served_bytes(PACKED)
+    return f"tables: {num_bytes:,} bytes, {scheme.compression(PACKED):.2f} times smaller"
+
+
+def _delta_lines(result: Refresh, base: ServedState, out: Path) -> Iterator[str]:
+    yield _size_line(result.scheme)
+    if out.is_dir():  # on the first rank
+        num_bytes = sum(file.stat().st_size for file in out.iterdir())
+        of_base = sum(len(rows) for rows in base.rows.values())
+        yield f"written: {num_bytes:,} bytes, for {of_base:,} bytes of rows in the artifact"
+    for name, table in result.scheme.tables.items():
+        yield f"{name}: {result.num_changed[name]:,} of {table.num_embeddings:,} rows changed"

@@ -1,8 +1,10 @@
-"""Models judged on a recipe's data, and the rows of results that come of it."""
+"""Models judged on a recipe's data, and the rows of results that come of it: of the model itself,
+and of its rows in int8 or int4, whole or cut to their first principal axes, as users try first."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,20 +14,28 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from dnis_torchrec.allocation.axes import rotation_groups
-from dnis_torchrec.cli.narrow_rows import CUT_AXES, ROWS, columns_within, in_rows, table_bytes
+from dnis_torchrec.cli.run import PAGE, RESULTS, RunFolder
+from dnis_torchrec.cli.settings import FINISHED
+from dnis_torchrec.data.frames import FrameEncoder, FrameSplits, FrameStream
 from dnis_torchrec.data.over_ranks import SeenSamples
 from dnis_torchrec.data.recipe import DataSplits, Recipe
 from dnis_torchrec.data.task import TrainTask
-from dnis_torchrec.ranks import world_size_of
-from dnis_torchrec.report.rows import COMPRESS, SEARCH, UNCOMPRESSED, ResultRow, Results
+from dnis_torchrec.ranks import rank_of, together, world_size_of
+from dnis_torchrec.report.page import write_report
+from dnis_torchrec.report.rows import UNCOMPRESSED, ResultRow, Results, write_results
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.selection.shards import dense_parameters, table_configs
+from dnis_torchrec.selection.shards import collections, local_shards, table_configs
+from dnis_torchrec.selection.torchrec import writing_to_tables
 from dnis_torchrec.training.evaluate import evaluate, primary_metric
+from dnis_torchrec.training.loop import EpochRecord
 
 Metrics = Mapping[str, Mapping[str, float]]
 """Split -> metric -> value."""
 
-
+ROWS = {"int8 rows": 8, "int4 rows": 4}
+"""Name of a result -> bits of a value."""
+CUT_AXES = "cut axes"
+SCALE_BYTES = 4  # of a row: scale and bias, a float16 each
 SEEN, NEW = "seen", "new"
 BY_TIME = "Splits are by time. The loss of later samples may rise twice as much as predicted."
 
@@ -72,7 +82,7 @@ class Judge:
         """The row of a model with these metrics."""
         splits: Any = {"metrics": metrics["test"], "selection": metrics["selection"]}
         numbers: Any = {"num_bytes": num_bytes, "compression": compression, "seconds": seconds}
-        if NEW in metrics and method in (UNCOMPRESSED, COMPRESS, SEARCH):
+        if NEW in metrics and method not in (*ROWS, CUT_AXES):
             of_seen, of_new = (metrics[name]["loss"] for name in (SEEN, NEW))
             size = f", {compression:.3g} times smaller" if compression > 1 else ""
             self.notes.append(
@@ -92,14 +102,15 @@ class Judge:
             rows.append(self.row(name, metrics, narrow, num_bytes / narrow))
         return rows
 
-    def cut_rows(self, model: nn.Module, compressions: Sequence[float]) -> list[ResultRow]:
+    def cut_rows(
+        self, model: nn.Module, num_bytes: int, compressions: Sequence[float]
+    ) -> list[ResultRow]:
         """Rows of the first columns of turned tables: of each size the better of int8 and int4."""
         tables, alone, rows = table_configs(model), self.recipe.leave_alone, []
         groups = rotation_groups(get_unwrapped_module(model), alone)
         to_turn = {table for group in groups for table in group.tables}
         if to_turn | set(alone) != {table.name for table in tables}:
             return []  # first columns of a table that may not be turned say no more than its last
-        num_bytes = 4 * dense_parameters(model)
         for size in compressions:
             best: tuple[Metrics, int] | None = None
             for bits in ROWS.values():
@@ -114,7 +125,40 @@ class Judge:
                 rows.append(self.row(CUT_AXES, *best, num_bytes / best[1]))
         return rows
 
-    def results(self, rows: Sequence[ResultRow], head: Mapping[str, Any], **more: Any) -> Results:
+    def finish(
+        self,
+        run: RunFolder,
+        model: nn.Module,
+        scheme: MixedDimensionScheme,
+        rows: Sequence[ResultRow],
+        head: Mapping[str, Any],
+        **more: Any,
+    ) -> None:
+        """Writes the model and the rows of a run that is over."""
+        encoder = encoder_of(self.recipe)
+        run.save_model(model, scheme, b"" if encoder is None else encoder.to_bytes())
+        self.write(run, rows, {**head, "scheme": scheme.to_json()}, **more)
+
+    def write(
+        self, run: RunFolder, rows: Sequence[ResultRow], head: Mapping[str, Any], **more: Any
+    ) -> Results:
+        """Writes rows, page and head of a run that is over."""
+        results = self.results(rows, head, **more)
+        with together():
+            if rank_of() == 0:
+                write_results(run.path / RESULTS, results)
+                write_report(run.path / PAGE, results)
+                run.write_head(FINISHED, head)
+                run.drop_replaced()
+        return results
+
+    def results(
+        self,
+        rows: Sequence[ResultRow],
+        head: Mapping[str, Any],
+        history: Sequence[EpochRecord] = (),
+        **more: Any,
+    ) -> Results:
         """All that a report shows."""
         test = () if self.recipe.is_stream else self.recipe.data.test
         metric, is_higher_better = primary_metric(self.recipe.task, test)
@@ -122,6 +166,7 @@ class Judge:
         return Results(
             recipe=head["recipe"],
             rows=tuple(rows),
+            history=tuple(record.line() for record in history),
             primary_metric=metric,
             higher_is_better=is_higher_better,
             notes=(*head["notes"], *[BY_TIME] * is_by_time, *self.notes),
@@ -144,3 +189,69 @@ def block_rows(
                 line = {"table": name, "block": block, "rows": rows, "bits": bits[block]}
                 lines.append(line | {"occurrences": occurrences[block] / rows})
     return tuple(lines)
+
+
+def encoder_of(recipe: Recipe) -> FrameEncoder | None:
+    """What turns raw rows into a recipe's batches, where it is made of a table."""
+    is_table = isinstance(recipe.data, FrameSplits | FrameStream)
+    return recipe.data.encoder if is_table else None
+
+
+# Rows of few bits, as FBGEMM serves them
+
+
+def table_bytes(
+    tables: Sequence[EmbeddingBagConfig],
+    bits: int,
+    columns: int | None = None,
+    leave_alone: Collection[str] = (),
+) -> int:
+    """Bytes of tables whose first columns are stored in so many bits, all others in float32."""
+    total = 0
+    for table in tables:
+        width = min(table.embedding_dim, columns or table.embedding_dim)
+        row = 2 * -(-width * bits // 16) + SCALE_BYTES  # FBGEMM's rows end on two bytes
+        if table.name in leave_alone:
+            row = 4 * table.embedding_dim
+        total += table.num_embeddings * row
+    return total
+
+
+def columns_within(
+    tables: Sequence[EmbeddingBagConfig], bits: int, num_bytes: int, leave_alone: Collection[str]
+) -> int:
+    """The most columns, below all of them, that take at most so many bytes; 0 if none does."""
+    widest = max(table.embedding_dim for table in tables)
+    widths = range(16 // bits, widest, 16 // bits)
+    fit = (w for w in widths if table_bytes(tables, bits, w, leave_alone) <= num_bytes)
+    return max(fit, default=0)
+
+
+def rounded_rows(weight: Tensor, bits: int) -> Tensor:
+    """Rows as FBGEMM's inference kernels read them: rounded to codes with a scale each."""
+    rows, filler = weight.detach().float().cpu(), -weight.shape[1] % (16 // bits)
+    if filler:  # the last column again, which leaves a row's range as it is
+        rows = torch.cat([rows, rows[:, -1:].expand(-1, filler)], dim=1)
+    codes = torch.ops.fbgemm.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(rows.contiguous(), bits)
+    values = torch.ops.fbgemm.FusedNBitRowwiseQuantizedSBHalfToFloat(codes, bits)
+    return values[:, : weight.shape[1]].to(weight.device)
+
+
+@contextmanager
+def in_rows(
+    model: nn.Module, bits: int, columns: int | None = None, leave_alone: Collection[str] = ()
+) -> Iterator[None]:
+    """Gives the model its rows as they are served, for the block. Local, no collective."""
+    shards = [s for module in collections(model).values() for s in local_shards(module)]
+    weights = [shard.weight for shard in shards if shard.table not in leave_alone]
+    copies = [weight.clone() for weight in weights]
+    try:
+        with writing_to_tables(model):
+            for weight in weights:
+                weight[:, :columns] = rounded_rows(weight[:, :columns], bits)
+                weight[:, columns or weight.shape[1] :] = 0
+        yield
+    finally:
+        with writing_to_tables(model):
+            for weight, copy in zip(weights, copies, strict=True):
+                weight.copy_(copy)

@@ -15,18 +15,8 @@ import typer
 from rich.table import Table
 
 from dnis_torchrec.checks import check, describe_error, is_of_system, version, visible
-from dnis_torchrec.cli.settings import (
-    WRITTEN_FIRST,
-    CompressCommand,
-    EvaluateCommand,
-    ExportCommand,
-    PackageCommand,
-    RefreshCommand,
-    SearchCommand,
-    TrainCommand,
-    is_table,
-    number_of,
-)
+from dnis_torchrec.cli import settings as options
+from dnis_torchrec.cli.settings import WRITTEN_FIRST, is_table, number_of
 from dnis_torchrec.cli.terminal import arguments, fail, guard_standard_error, print_table, say
 from dnis_torchrec.data.urls import address_of
 from dnis_torchrec.training.settings import Ending, Stopped, exit_code
@@ -111,8 +101,8 @@ def command(kind: type[Any]) -> Callable[[Callable[[Any], None]], Callable[..., 
     return register
 
 
-@command(TrainCommand)
-def train(settings: TrainCommand) -> None:
+@command(options.TrainCommand)
+def train(settings: options.TrainCommand) -> None:
     """`dnis train examples.synthetic:demo --out trained`
 
     Trains the plain model until its selection loss stops improving, and writes a run. Ctrl-C saves
@@ -121,8 +111,8 @@ def train(settings: TrainCommand) -> None:
     _print_results(commands().run_train(settings), out, f"run: {address_of(out)}")
 
 
-@command(CompressCommand)
-def compress(settings: CompressCommand) -> None:
+@command(options.CompressCommand)
+def compress(settings: options.CompressCommand) -> None:
     """`dnis compress examples.synthetic:demo --from trained --compression 4,8 --out small`
 
     Compresses a trained model without a training step. Each column of each block of rows gets the
@@ -132,8 +122,8 @@ def compress(settings: CompressCommand) -> None:
     _print_results(commands().run_compress(settings), settings.out, *lines)
 
 
-@command(SearchCommand)
-def search(settings: SearchCommand) -> None:
+@command(options.SearchCommand)
+def search(settings: options.SearchCommand) -> None:
     """`dnis search examples.synthetic:demo --compression 10 --out searched`
 
     Trains a model for its size: columns that are worth little shrink to nothing, the others get
@@ -143,8 +133,8 @@ def search(settings: SearchCommand) -> None:
     )
 
 
-@command(ExportCommand)
-def export(settings: ExportCommand) -> None:
+@command(options.ExportCommand)
+def export(settings: options.ExportCommand) -> None:
     """`dnis export searched --out artifact`
 
     Exports a finished RUN as an artifact, ready to serve, or to train on."""
@@ -153,8 +143,8 @@ def export(settings: ExportCommand) -> None:
         say(f"artifact: {address_of(settings.out)}")
 
 
-@command(EvaluateCommand)
-def evaluate(settings: EvaluateCommand) -> None:
+@command(options.EvaluateCommand)
+def evaluate(settings: options.EvaluateCommand) -> None:
     """`dnis evaluate small/x8 --recipe examples.synthetic:demo`
 
     Evaluates a run or an artifact on the test split, or verifies an artifact."""
@@ -178,8 +168,8 @@ def evaluate(settings: EvaluateCommand) -> None:
         raise typer.Exit(1)
 
 
-@command(PackageCommand)
-def package(settings: PackageCommand) -> None:
+@command(options.PackageCommand)
+def package(settings: options.PackageCommand) -> None:
     """`dnis package small/x8 --recipe examples.synthetic:demo --out package`
 
     Compiles the whole model of an artifact. Its inputs are dense, values and lengths."""
@@ -190,15 +180,13 @@ def package(settings: PackageCommand) -> None:
     say(f"package: {address_of(settings.out)}")
 
 
-@command(RefreshCommand)
-def refresh(settings: RefreshCommand) -> None:
+@command(options.RefreshCommand)
+def refresh(settings: options.RefreshCommand) -> None:
     """`dnis refresh examples.synthetic:demo trained small/x8 --out refreshed`
 
     Compresses the model of RUN anew at the size of ARTIFACT, or writes a delta, which
     `dnis.apply_delta` applies."""
-    from dnis_torchrec.cli.refresh import run_refresh
-
-    for line in run_refresh(settings):
+    for line in commands().run_refresh(settings):
         if _is_first_rank():
             say(line)
 

@@ -19,40 +19,23 @@ from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 
 from dnis_torchrec.allocation.axes import with_axes_
+from dnis_torchrec.artifact.manifest import ENCODER
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.cli.settings import check_run
-from dnis_torchrec.data.files import (
-    PARTIAL,
-    FolderKind,
-    NotNegative,
-    Positive,
-    conform,
-    file_lock,
-    read_json,
-    unshare,
-)
-from dnis_torchrec.data.stream import (
-    FrequencyCounts,
-    StreamSummary,
-    batches_of_tensors,
-    batches_to_tensors,
-)
+from dnis_torchrec.data import files, stream
+from dnis_torchrec.data.stream import FrequencyCounts, StreamSummary
 from dnis_torchrec.data.urls import Address, fetch, path_in, put_file, remove_file
 from dnis_torchrec.ranks import rank_of, together
-from dnis_torchrec.scheme import DescribedTable, MixedDimensionScheme, TableScheme
+from dnis_torchrec.scheme import DescribedTable, MixedDimensionScheme
 from dnis_torchrec.selection.shards import collections, ranks_of, tables_named_apart
 from dnis_torchrec.selection.torchrec import writing_to_tables
-from dnis_torchrec.training.checkpoint import (
-    CheckpointFolder,
-    Manifest,
-    StoredTensor,
-    model_tensors,
-)
+from dnis_torchrec.training import checkpoint as checkpoints
+from dnis_torchrec.training.checkpoint import CheckpointFolder, StoredTensor
 from dnis_torchrec.training.loop import SearchValues
 from dnis_torchrec.training.weights import remove_model, weight_name, write_model, written_model
 
 FORMAT, FORMAT_VERSION = "dnis-torchrec-run", 1
-RUN = FolderKind("run", "run.json", FORMAT)
+RUN = files.FolderKind("run", "run.json", FORMAT)
 RESULTS, PAGE = "results.json", "report.html"
 TRAIN_RUN, SEARCH_RUN, COMPRESS_RUN = "trained", "searched", "compressed"
 """Kinds of run: of `dnis train`, of `dnis search`, and the artifacts of `dnis compress`."""
@@ -74,9 +57,9 @@ class TableColumns(TypedDict):
 class StreamRecord(TypedDict):
     """What run.json holds of a stream: steps of this run, and what counts of all days have."""
 
-    steps: NotNegative
-    samples: NotNegative
-    max_bag_lengths: dict[str, NotNegative]
+    steps: files.NotNegative
+    samples: files.NotNegative
+    max_bag_lengths: dict[str, files.NotNegative]
 
 
 class _Head(TypedDict):
@@ -85,8 +68,8 @@ class _Head(TypedDict):
     status: str
     kind: NotRequired[str]
     recipe: str
-    seed: NotNegative
-    embedding_dim: NotRequired[Positive | None]
+    seed: files.NotNegative
+    embedding_dim: NotRequired[files.Positive | None]
     columns: NotRequired[TableColumns]
     configuration: NotRequired[dict[str, Any]]
     commands: NotRequired[list[str]]
@@ -131,7 +114,7 @@ class RunFolder:
         if self.path.exists() and not _is_unused(self.path):
             with self.lock():
                 path = self.path.resolve()
-                self._replaced = path.with_name(f".{path.name}.{uuid4().hex}{PARTIAL}")
+                self._replaced = path.with_name(f".{path.name}.{uuid4().hex}{files.PARTIAL}")
                 os.rename(path, self._replaced)
         (self.path / "checkpoints").mkdir(parents=True, exist_ok=True)
         self._remove_what_ranks_wrote()
@@ -163,7 +146,7 @@ class RunFolder:
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Keeps other commands from writing this run."""
-        with file_lock(self.path / "lock") as owner:
+        with files.file_lock(self.path / "lock") as owner:
             remedy = "wait for it, or choose another --out"
             check(owner is None, self._place, "no other job at work in it", owner, remedy)
             yield
@@ -175,12 +158,12 @@ class RunFolder:
     def read_head(self) -> dict[str, Any]:
         """The content of run.json."""
         file = self.path / "run.json"
-        head: dict[str, Any] = read_json(file, dict[str, Any], remedy=_DAMAGED)
+        head: dict[str, Any] = files.read_json(file, dict[str, Any], remedy=_DAMAGED)
         form, version = head.get("format"), head.get("format_version")
         check(form == FORMAT, self._place, f"format {FORMAT!r}", repr(form))
         place, requirement = self._place, f"format version {FORMAT_VERSION}"
         check(version == FORMAT_VERSION, place, requirement, version)
-        conform(head, _Head, str(file), remedy=_DAMAGED)
+        files.conform(head, _Head, str(file), remedy=_DAMAGED)
         return head
 
     def check_same(self, fields: Mapping[str, Any]) -> None:
@@ -201,28 +184,32 @@ class RunFolder:
             copy = partial(shutil.copyfile, self.path / "run.json")
             put_file(path_in(self._url, "run.json"), copy)
 
-    def save_model(self, model: nn.Module, scheme: MixedDimensionScheme) -> None:
-        """Writes a model that is plain or merged, and its scheme; every rank what it holds."""
+    def save_model(
+        self, model: nn.Module, scheme: MixedDimensionScheme, encoder: bytes = b""
+    ) -> None:
+        """Writes a model that is plain or merged, its scheme, and what reads raw rows; every rank
+        what it holds."""
         ranks = ranks_of(*collections(model).values())
         with together(ranks.group):
             if rank_of() == 0:
-                tensors = unshare(scheme.to_tensors())
+                tensors = files.unshare(scheme.to_tensors())
                 put_file(self.path / "scheme.safetensors", partial(save_file, tensors))
+                if encoder:
+                    put_file(self.path / ENCODER, lambda file: file.write_bytes(encoder))
                 remove_model(self._address)
                 if ranks.world_size == 1:
                     state = model.state_dict().items()
-                    tensors = unshare({weight_name(name): part for name, part in state})
+                    tensors = files.unshare({weight_name(name): part for name, part in state})
                     put_file(self.path / "model.safetensors", partial(save_file, tensors))
         if ranks.world_size > 1:
             write_model(self._address, model, ranks)
 
     def save_stream(self, summary: StreamSummary) -> None:
         """Writes what a stream leaves beside its model."""
-        recent, form = batches_to_tensors(summary.recent)
-        files = {"counts": summary.counts.counts, "recent": recent}
-        for name, tensors in files.items():
+        recent, form = stream.batches_to_tensors(summary.recent)
+        for name, tensors in {"counts": summary.counts.counts, "recent": recent}.items():
             metadata = {"form": form} if name == "recent" else None
-            write = partial(save_file, unshare(tensors), metadata=metadata)
+            write = partial(save_file, files.unshare(tensors), metadata=metadata)
             put_file(self.path / f"{name}.safetensors", write)
 
     def counts(self) -> FrequencyCounts:
@@ -235,7 +222,7 @@ class RunFolder:
         self._of_stream()
         tensors = self._load("recent")
         with safe_open(self.path / "recent.safetensors", framework="pt") as file:
-            return batches_of_tensors(tensors, (file.metadata() or {}).get("form", ""))
+            return stream.batches_of_tensors(tensors, (file.metadata() or {}).get("form", ""))
 
     def latest_checkpoint(self) -> Address:
         """The checkpoint that a run of a stream ends with."""
@@ -277,7 +264,11 @@ class RunFolder:
     def tables_and_dense(self) -> tuple[dict[str, StoredTensor], dict[str, Tensor]]:
         """Tables by name, of which nothing is read yet, and everything else of the model."""
         weights, tables = self.weights(), self.scheme().tables
-        keys = {name: _key_of_table(table) for name, table in tables.items()}
+        keys = {}
+        for name, table in tables.items():
+            under = "embeddings" if table.pooling == "none" else "embedding_bags"
+            key = f"{table.collection}.{under}.{table.table_name}.weight"
+            keys[name] = key.removeprefix(".")
         absent = [key for key in keys.values() if key not in weights]
         check(not absent, self._place, "the tables of run.json", f"no {absent[:3]}", _DAMAGED)
         dense = {
@@ -295,16 +286,16 @@ def fill_after_plain_training_(model: nn.Module, run: RunFolder, head: Mapping[s
     folder = CheckpointFolder(run.checkpoints)
     latest = folder.latest()
     check(latest is not None, place, "a search with checkpoints", "none", remedy)
-    values = Manifest.read(str(latest)).values
-    conform(values, SearchValues, f"checkpoint {latest}, values", remedy=remedy)
+    values = checkpoints.Manifest.read(str(latest)).values
+    files.conform(values, SearchValues, f"checkpoint {latest}, values", remedy=remedy)
     phases, steps_per_epoch = values["search"]["finished"], values["search"]["steps_per_epoch"]
     check(bool(phases), place, "plain training that is over", "one that is not", remedy)
     best = phases[0]["best"]
     checkpoint = fetch(folder.path_of(best["step"]))
-    parts = Manifest.read(checkpoint).stored(checkpoint)
+    parts = checkpoints.Manifest.read(checkpoint).stored(checkpoint)
     with_axes_(model)  # as every search has them, with tables named apart, in a `TrainTask`
     with tables_named_apart(model), writing_to_tables(model):
-        tensors = model_tensors(nn.ModuleDict({"model": model}))
+        tensors = checkpoints.model_tensors(nn.ModuleDict({"model": model}))
         fit = {key: key in parts and parts[key].shape == tensors[key].size for key in tensors}
         misfits, remedy = [key for key in fit if not fit[key]], "use the recipe and data of the run"
         check(not misfits, place, "the recipe's model", f"another in {misfits[:3]}", remedy)
@@ -322,7 +313,7 @@ def kind_of(head: Mapping[str, Any]) -> str:
 def _is_unused(path: Path) -> bool:
     """Returns whether a folder holds no more than what a search makes before its run.json."""
     names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
-    names = {name for name in names if not name.endswith(PARTIAL)}  # a kill leaves such files
+    names = {name for name in names if not name.endswith(files.PARTIAL)}  # a kill leaves such files
     is_new = bool(names) and names <= {"checkpoints", "lock"}
     return is_new and not any((path / "checkpoints").glob("*"))
 
@@ -331,9 +322,3 @@ def _settings(head: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that decide the outcome of a run, by name."""
     names = ("recipe", "columns", "seed", "embedding_dim")
     return {"kind": kind_of(head)} | {n: head.get(n) for n in names} | head["configuration"]
-
-
-def _key_of_table(table: TableScheme) -> str:
-    """The name of a table's weights in the state_dict of the plain model."""
-    under = "embeddings" if table.pooling == "none" else "embedding_bags"
-    return f"{table.collection}.{under}.{table.table_name}.weight".removeprefix(".")

@@ -26,7 +26,6 @@ WRITTEN_BY_RANKS = ("checkpoints/*", "model/*")
 """Files of a run that every rank writes; rank 0 writes the others."""
 FINISHED = "finished"
 """Status of a run that is over."""
-_CLOCK = r"(\d\d?):(\d\d)"
 FORM_NAMES = ("packed", "mixed_dimension")
 
 
@@ -91,40 +90,20 @@ OutOption = Annotated[
     Path, typer.Option(metavar="FOLDER", help="The folder to write, or its URL.", **WRITTEN)
 ]
 OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace the folder at --out.")]
-FromOption = Annotated[
-    Path | None, ReadOption("--from", metavar="RUN_OR_WEIGHTS", help=WEIGHTS_HELP)
-]
-EpochsOption = Annotated[
-    int | None, typer.Option(min=1, help="The most epochs of plain training, 60 by default.")
-]
-ResumeOption = Annotated[
-    bool, typer.Option("--resume", help="Go on with the run at --out, if there is one.")
-]
+
+Text = str | None
+Column, Columns = (partial(typer.Option, metavar=name) for name in ("COLUMN", "COLUMNS"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableOptions:
     """Data of RECIPE, and the roles of columns where it is a table: a run remembers them."""
 
-    label: Annotated[
-        str | None,
-        typer.Option(
-            metavar="COLUMN", help="The column of a table to predict: 0 and 1, or numbers."
-        ),
-    ] = None
-    ids: Annotated[
-        str | None,
-        typer.Option(metavar="COLUMNS", help="Columns of one id each, with commas between them."),
-    ] = None
-    dense: Annotated[str | None, typer.Option(metavar="COLUMNS", help="Columns of numbers.")] = None
-    bags: Annotated[
-        str | None,
-        typer.Option(metavar="COLUMNS", help="Columns of lists of ids; in text | is between ids."),
-    ] = None
-    time: Annotated[
-        str | None,
-        typer.Option(metavar="COLUMN", help="The time of a row: the latest rows are the test."),
-    ] = None
+    label: Annotated[Text, Column(help="The column to predict: 0 and 1, or numbers.")] = None
+    ids: Annotated[Text, Columns(help="Columns of one id each, with commas between them.")] = None
+    dense: Annotated[Text, Columns(help="Columns of numbers.")] = None
+    bags: Annotated[Text, Columns(help="Columns of lists of ids; in text | is between ids.")] = None
+    time: Annotated[Text, Column(help="The time of a row: the latest rows are the test.")] = None
     data: Annotated[
         Path | None,
         ReadOption(metavar="FOLDER", help="The data of a recipe: a folder, or its URL."),
@@ -173,18 +152,47 @@ def is_table(recipe: str) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainCommand(TableOptions):
-    """Settings of `dnis train`. Each field is an option of the command."""
+class ModelCommand(TableOptions):
+    """Settings of all commands that write a model; `source` is what they begin with."""
 
     recipe: RecipeArgument
     out: OutOption
+    source: Annotated[
+        Path | None, ReadOption("--from", metavar="RUN_OR_WEIGHTS", help=WEIGHTS_HELP)
+    ] = None
+    overwrite: OverwriteOption = False
+
+    def __post_init__(self) -> None:
+        is_new = self.source is None and getattr(self, "refit", None) is None
+        self.check_table(self.recipe, is_new=is_new)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingCommand(ModelCommand):
+    """Settings of all commands that train, and go on where they were stopped."""
+
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="The most epochs of plain training, 60 by default.")
+    ] = None
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run at --out, if there is one.")
+    ] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(not (self.resume and self.overwrite), "--resume", "no --overwrite", "both")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainCommand(TrainingCommand):
+    """Settings of `dnis train`. Each field is an option of the command."""
+
     source: Annotated[
         Path | None, ReadOption("--from", metavar="RUN", help="Go on from the end of this stream.")
     ] = None
     scheme: Annotated[
         Path | None, ReadOption(metavar="ARTIFACT", help="Train the narrow tables of an artifact.")
     ] = None
-    epochs: EpochsOption = None
     steps: Annotated[
         int | None, typer.Option(min=1, help="The most steps of one pass over a stream.")
     ] = None
@@ -203,14 +211,11 @@ class TrainCommand(TableOptions):
         int | None,
         typer.Option(min=0, help="The seed of weights, splits and batches: 0, or that of --from."),
     ] = None
-    resume: ResumeOption = False
-    overwrite: OverwriteOption = False
 
     def __post_init__(self) -> None:
-        self.check_table(self.recipe, is_new=self.refit is None and self.source is None)
+        super().__post_init__()
         for run in filter(None, (self.refit, self.source)):
             check_run(run)
-        check(not (self.resume and self.overwrite), "--resume", "no --overwrite", "both")
         names = "--steps or --until"
         remedy = f"a stream has no epochs: give {names} alone"
         for name in ("epochs", "refit") if self.is_pass else ():
@@ -231,7 +236,7 @@ class TrainCommand(TableOptions):
         """When the pass ends, in seconds since 1970."""
         if self.until is None:
             return None
-        now, clock = datetime.now(), re.fullmatch(_CLOCK, self.until)
+        now, clock = datetime.now(), re.fullmatch(r"(\d\d?):(\d\d)", self.until)
         try:
             if clock is None:
                 return datetime.fromisoformat(self.until).timestamp()
@@ -243,12 +248,9 @@ class TrainCommand(TableOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompressCommand(TableOptions):
-    """Settings of `dnis compress`; `source` is a run or weights, None for the recipe's own."""
+class CompressCommand(ModelCommand):
+    """Settings of `dnis compress`; without a source the recipe's own weights."""
 
-    recipe: RecipeArgument
-    out: OutOption
-    source: FromOption = None
     compression: Annotated[
         str | None, typer.Option(help=f"{COMPRESSION_HELP}. Several have commas between them.")
     ] = None
@@ -260,10 +262,9 @@ class CompressCommand(TableOptions):
             parser=_number,
         ),
     ] = None
-    overwrite: OverwriteOption = False
 
     def __post_init__(self) -> None:
-        self.check_table(self.recipe, is_new=self.source is None)
+        super().__post_init__()
         loss, sizes = self.max_loss, self.compressions
         is_clear, value = bool(sizes) != (loss is not None), "both" if sizes else "neither"
         remedy = "say --compression 8,20,40, for example"
@@ -294,27 +295,20 @@ class CompressCommand(TableOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchCommand(TableOptions):
-    """Settings of `dnis search`; `source` is as in `CompressCommand`, None trains first."""
+class SearchCommand(TrainingCommand):
+    """Settings of `dnis search`; without a source it trains first."""
 
-    recipe: RecipeArgument
-    out: OutOption
-    source: FromOption = None
     compression: Annotated[
         float, typer.Option(metavar="NUMBER", help=f"{COMPRESSION_HELP}.", parser=_number)
     ] = 20.0
-    epochs: EpochsOption = None
     steps: Annotated[
         int | None,
         typer.Option(min=5, help="Steps of one pass over a stream; the first half only trains."),
     ] = None
-    resume: ResumeOption = False
-    overwrite: OverwriteOption = False
 
     def __post_init__(self) -> None:
-        self.check_table(self.recipe, is_new=self.source is None)
+        super().__post_init__()
         check_compression(self.compression, "--compression")
-        check(not (self.resume and self.overwrite), "--resume", "no --overwrite", "both")
         is_clear, remedy = self.steps is None or self.epochs is None, "a stream has no epochs"
         check(is_clear, "--epochs", "none beside --steps", self.epochs, remedy)
 

@@ -1,47 +1,44 @@
-"""One pass over a stream: what `dnis train --steps` does, and what later commands read of it."""
+"""Trainings that are no epochs of a plain model: one pass over a stream, and what later commands
+read of it; narrow tables in the scheme of an artifact, and a run of the plain model behind them."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
-from torchrec.distributed.model_parallel import DistributedModelParallel
+from torch import Tensor, nn
+from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 
 from dnis_torchrec.allocation.axes import has_axes, with_axes_
+from dnis_torchrec.artifact.load import ArtifactFolder
+from dnis_torchrec.artifact.narrow import narrow_for_training_, widened_, widened_state
 from dnis_torchrec.checks import check
 from dnis_torchrec.cli.judge import Judge, block_rows
-from dnis_torchrec.cli.narrow import NarrowTraining, begin_narrow_
 from dnis_torchrec.cli.progress import progress_of_pass
 from dnis_torchrec.cli.run import TRAINING, RunFolder
-from dnis_torchrec.cli.settings import SearchCommand, TableOptions, TrainCommand
+from dnis_torchrec.cli.settings import SearchCommand, TrainCommand, TrainingCommand
 from dnis_torchrec.data.batches import BatchParts
 from dnis_torchrec.data.over_ranks import samples_to_measure, split_over_ranks
 from dnis_torchrec.data.recipe import SPLITS, DataSplits, Recipe
 from dnis_torchrec.data.stream import FrequencyCounts, Stream, StreamSummary, join_batches
 from dnis_torchrec.data.task import LossTask, TrainTask, check_task
-from dnis_torchrec.data.urls import Address
+from dnis_torchrec.data.urls import Address, fetch, path_in
 from dnis_torchrec.ranks import Ranks, on_rank_zero, together
-from dnis_torchrec.report.rows import SEARCH, Results
+from dnis_torchrec.report.rows import SEARCH
 from dnis_torchrec.scheme import PACKED, MixedDimensionScheme
 from dnis_torchrec.search.one_pass import OnePassSearch
 from dnis_torchrec.search.search import SEARCHED, with_tables_apart
 from dnis_torchrec.selection.shards import dense_parameters, name_tables_back_, table_configs
 from dnis_torchrec.selection.swap import unshard_
-from dnis_torchrec.training.checkpoint import CheckpointFolder, Manifest, write_checkpoint
-from dnis_torchrec.training.loop import (
-    PLAIN,
-    STREAM_CHECKPOINT_STEPS,
-    Phase,
-    Plan,
-    SearchEvents,
-    SearchInterrupted,
-    StreamPipeline,
-    TrainLoop,
-)
+from dnis_torchrec.training import checkpoint as checkpoints
+from dnis_torchrec.training import loop as loops
+from dnis_torchrec.training.checkpoint import CheckpointFolder, Manifest, StoredTensor
+from dnis_torchrec.training.loop import PLAIN, SearchEvents, StreamPipeline, TrainLoop
 from dnis_torchrec.training.progressive import WINDOW_REPORTS, Progressive, report_steps
 from dnis_torchrec.training.settings import Saving
 from dnis_torchrec.training.shard import shard
@@ -96,9 +93,9 @@ def train_on_stream(
     with progress_of_pass() as events:
         model.train()
         loop = TrainLoop(
-            *(pipeline, stream, recipe, Plan(Phase(name=PLAIN, steps=most))),
+            *(pipeline, stream, recipe, loops.Plan(loops.Phase(name=PLAIN, steps=most))),
             run.checkpoints,
-            Saving(resume=settings.resume, checkpoint_every=STREAM_CHECKPOINT_STEPS),
+            Saving(resume=settings.resume, checkpoint_every=loops.STREAM_CHECKPOINT_STEPS),
             events=events,
             steps_per_epoch=steps,
             progressive=progressive,
@@ -123,15 +120,12 @@ def search_on_stream(
     head: Mapping[str, Any],
     run: RunFolder,
     device: torch.device,
-) -> tuple[nn.Module, MixedDimensionScheme, dict[str, Any], Results]:
-    """Half of the steps as `dnis train` takes them, then those of a search, then bits.
-
-    A search that was stopped in its second half begins that again.
-    """
+) -> None:
+    """Half of the steps as `dnis train` takes them, then those of a search, then bits; leaves a
+    finished run. A search that was stopped in its second half begins that again."""
     begin, seed, steps = time.monotonic(), head["seed"], cast(int, settings.steps)
     recipe, folder = with_tables_apart(recipe), CheckpointFolder(run.checkpoints, keep_last=1)
-    names = ("recipe", "out", "source", "resume", *(f.name for f in fields(TableOptions)))
-    of_search = {name: getattr(settings, name) for name in names}
+    of_search = {f.name: getattr(settings, f.name) for f in fields(TrainingCommand)}
     plain_steps = TrainCommand(steps=steps // 2, **of_search)
     task, past, summary, _ = train_on_stream(plain_steps, recipe, seed, run, device)
     recipe = replace(recipe, model=cast(TrainTask, unshard_(task)).model)
@@ -156,12 +150,11 @@ def search_on_stream(
     metrics = judge.evaluate(model)
     num_bytes, compression = scheme.served_bytes(PACKED), scheme.compression(PACKED)
     rows = [judge.row(SEARCH, metrics, num_bytes, compression, seconds), *plain_rows]
-    more: dict[str, Any] = {"history": tuple(record.line() for record in loop.history)}
-    more |= {"blocks": block_rows(scheme, of_blocks), "split": "recent"}
-    results = judge.results(rows, of_run, **more)
-    of_run |= {"origin": SEARCHED, "scheme": scheme.to_json(), "metrics": metrics["test"]}
-    write_checkpoint(folder, steps, state, None)
-    return name_tables_back_(model), scheme, of_run, results
+    of_run |= {"origin": SEARCHED, "metrics": metrics["test"]}
+    checkpoints.write_checkpoint(folder, steps, state, None)
+    more: Any = {"blocks": block_rows(scheme, of_blocks), "split": "recent"}
+    model = name_tables_back_(model)
+    judge.finish(run, model, scheme, rows, of_run, history=loop.history, **more)
 
 
 def _stopping(events: SearchEvents) -> SearchEvents:
@@ -171,7 +164,7 @@ def _stopping(events: SearchEvents) -> SearchEvents:
         events.on_step(loss, density)
         if events.should_stop():
             text = "stopped on request; the plain steps are saved, --resume goes on behind them"
-            raise SearchInterrupted(f"search in one pass: {text}")
+            raise loops.SearchInterrupted(f"search in one pass: {text}")
 
     return replace(events, on_step=on_step)
 
@@ -186,3 +179,60 @@ def data_of_stream(run: RunFolder, ranks: Ranks) -> tuple[DataSplits, FrequencyC
     batches = [*BatchParts([join_batches(recent)], max(1, number // max(sizes)))]
     data: dict[str, Any] = dict.fromkeys(SPLITS, batches)
     return split_over_ranks(DataSplits(**data), ranks), counts, number
+
+
+# Narrow tables
+
+PREFIX = "model."
+"""What a `TrainTask` puts ahead of its model's names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NarrowTraining:
+    """Narrow tables of a run, and the states of optimizers that they begin with."""
+
+    scheme: MixedDimensionScheme
+    states: Mapping[str, Tensor]
+
+    def plain_model(
+        self, model: nn.Module, checkpoint: Address
+    ) -> tuple[nn.Module, dict[str, Tensor]]:
+        """The recipe's model with whole tables, and the whole state of the run, from its
+        checkpoint. Each rank holds all of it."""
+        # NOTE[DIFF]: a rank's rows of blocks are no span of a table's rows, so that no rank could
+        # write its own part of it.
+        state = widened_state(self.scheme, _stored(checkpoint), prefix=PREFIX)
+        tables = {name: state[f"table/{name}"] for name in self.scheme.tables}
+        task = cast(TrainTask, get_unwrapped_module(model))
+        return widened_(task.model, tables), state
+
+    def write_widened(self, run: RunFolder, state: Mapping[str, Tensor]) -> None:
+        """Makes the last checkpoint of a run one of the plain model. All ranks call it."""
+        folder = CheckpointFolder(run.checkpoints)
+        step, tables = folder.steps()[-1], dict[str, checkpoints.TableDescription]()
+        for name, table in self.scheme.tables.items():
+            rows, dim = table.num_embeddings, table.embedding_dim
+            tables[name] = checkpoints.TableDescription(
+                rows=rows, embedding_dim=dim, column_cuts=[0], blocks=""
+            )
+        values = Manifest.read(folder.path_of(step)).values
+        tensors = {key: checkpoints.PlacedTensor.of(value) for key, value in state.items()}
+        whole = checkpoints.TrainingState(tensors=tensors, tables=tables, values=values)
+        checkpoints.write_checkpoint(folder, step, whole, None)
+
+
+def begin_narrow_(recipe: Recipe, artifact: Path, past: RunFolder | None) -> NarrowTraining:
+    """Gives a recipe's model the narrow tables of an artifact, filled from it or from a run."""
+    folder, options = ArtifactFolder(artifact), dict[str, Any](prefix=PREFIX)
+    if past is not None:
+        options["state"] = _stored(past.latest_checkpoint())
+        scheme_id = past.read_head()["configuration"].get("scheme_id")
+        options["is_turned"] = scheme_id == folder.content_id
+    _, states = narrow_for_training_(recipe.model, artifact, **options)
+    return NarrowTraining(scheme=folder.scheme().for_training(), states=states)
+
+
+def _stored(checkpoint: Address) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint, not read yet."""
+    path_of = cache(lambda name: fetch(path_in(checkpoint, name)))
+    return Manifest.read(checkpoint).stored(checkpoint, path_of)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dnis_torchrec.artifact import manifest as manifests
 from dnis_torchrec.artifact import write
-from dnis_torchrec.artifact.load import load, load_dense_state, read_scheme, serve
+from dnis_torchrec.artifact.load import load, read_scheme, serve
 from dnis_torchrec.artifact.manifest import CARD, read_manifest
 from dnis_torchrec.artifact.write import card_of, write_artifact
 from dnis_torchrec.blocks.codes import WIDTHS
@@ -40,6 +40,7 @@ from tests.reference import (
     coded_case,
     coded_tables,
     keyed_jagged_tensor,
+    load_dense_state,
     rounded,
     table_scheme,
     two_tables,

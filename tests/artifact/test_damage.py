@@ -34,7 +34,7 @@ from typer.testing import CliRunner
 import dnis_torchrec as dnis
 from dnis_torchrec.artifact import verify as verification
 from dnis_torchrec.artifact.export import load_model
-from dnis_torchrec.artifact.load import exact_rows, load, load_dense_state, read_scheme, serve
+from dnis_torchrec.artifact.load import exact_rows, load, read_scheme, serve
 from dnis_torchrec.artifact.manifest import CARD, SAFETENSORS_DTYPES, describe_file, read_manifest, write_manifest
 from dnis_torchrec.artifact.verify import (
     Finding,
@@ -61,6 +61,7 @@ from tests.reference import (
     PACKED_FILE,
     all_rows,
     coded_tables,
+    load_dense_state,
     pool,
     two_tables,
     write_coded_tables,
@@ -128,7 +129,7 @@ def forge(path: Path, name: str, change: Callable[[dict[str, Tensor]], object]) 
 
 def files_that_differ(path: Path) -> list[str]:
     """The files of an artifact that are not as its manifest says."""
-    return [finding.subject for finding in check_files(path, Ranks())[1] if finding.status == "failed"]
+    return [finding.subject for finding in check_files(path)[1] if finding.status == "failed"]
 
 
 def flip(file: Path, position: int, bit: int = 0) -> None:

@@ -177,9 +177,6 @@ def test_batches_and_first_samples() -> None:
     assert dense.shape == (1, 4)
     assert values.tolist() == [i for f in ("user", "genre") for i in whole[f].to_dense()[0].tolist()]
     assert lengths.shape == (2, 1)
-    for names, is_weighted in ((("user", "genre"), True), (("genre", "user"), False)):
-        with pytest.raises(ValueError, match="batch: expected"):
-            Signature(feature_names=names, num_dense=4, is_weighted=is_weighted).flatten(batch)
 
 
 # ---- one compiled package for all that follows

@@ -143,8 +143,7 @@ def test_what_the_system_refuses_is_one_line(
         def refuse(*_: object, error: Exception = error, **__: object) -> None:
             raise error
 
-        module = "refresh" if command == "refresh" else "commands"
-        monkeypatch.setattr(f"dnis_torchrec.cli.{module}.run_{command}", refuse)
+        monkeypatch.setattr(f"dnis_torchrec.cli.commands.run_{command}", refuse)
         done = dnis(*words(command, artifact, tmp_path))
         assert (done.returncode, done.stdout) == (1, "")
         assert done.stderr.startswith("error: ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from dnis_torchrec.allocation.compress import Measured
 from dnis_torchrec.artifact.export import load_predictor
 from dnis_torchrec.artifact.manifest import read_manifest
-from dnis_torchrec.cli import commands
+from dnis_torchrec.cli import commands, judge
 from dnis_torchrec.cli.commands import run_compress, run_evaluate, run_export, run_search, run_train, run_verify
 from dnis_torchrec.cli.judge import BY_TIME
 from dnis_torchrec.cli.run import RunFolder
@@ -127,7 +128,7 @@ def test_what_stood_there_stays_until_all_is_whole(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(commands, "write_report", full)
+    monkeypatch.setattr(judge, "write_report", full)
     with pytest.raises(OSError):
         run_compress(settings)
     assert files_of(tmp_path) == before
@@ -170,6 +171,10 @@ def test_what_cannot_be_is_refused_before_anything_is_written(trained: Path, tmp
     with pytest.raises(ValueError, match="compression"):
         run_compress(CompressCommand(recipe=DEMO, source=trained, out=tmp_path / "out", compression="9e9"))
     assert list(tmp_path.iterdir()) == []
+    run = shutil.copytree(trained, tmp_path / "run")
+    with pytest.raises(ValueError, match="another folder"):  # it would replace the model that it reads
+        run_compress(CompressCommand(recipe=DEMO, source=run, out=run, compression="2", overwrite=True))
+    assert files_of(run) == files_of(trained)
 
 
 def test_a_search_leaves_rows_epochs_and_blocks(searched: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from dnis_torchrec.artifact.load import read_scheme
-from dnis_torchrec.cli import narrow as narrow_runs
+from dnis_torchrec.cli import streams
 from dnis_torchrec.cli.commands import run_compress, run_train
 from dnis_torchrec.cli.run import RunFolder
 from dnis_torchrec.cli.settings import CompressCommand, TrainCommand
@@ -96,7 +96,7 @@ def test_a_kill_is_gone_on_with(world: World, monkeypatch: pytest.MonkeyPatch) -
         raise RuntimeError("the power went")
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="the power went"):
-        patch.setattr(narrow_runs.NarrowTraining, "plain_model", stop)
+        patch.setattr(streams.NarrowTraining, "plain_model", stop)
         world.next("killed", NEXT, world.day, steps=12)
     killed = world.next("killed", NEXT, world.day, steps=12, resume=True)
     one, other = (load_file(run.path / "model.safetensors") for run in (killed, whole))

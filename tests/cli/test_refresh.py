@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 import dnis_torchrec as dnis
 from dnis_torchrec.artifact.delta import read_state
 from dnis_torchrec.artifact.manifest import read_manifest
-from dnis_torchrec.cli.commands import run_compress, run_train, run_verify
-from dnis_torchrec.cli.refresh import run_refresh
+from dnis_torchrec.cli.commands import run_compress, run_refresh, run_train, run_verify
 from dnis_torchrec.cli.settings import CompressCommand, EvaluateCommand, RefreshCommand, TrainCommand
 
 DAYS = {"stream": "tests.tiny:stream", "splits": "tests.tiny:demo"}

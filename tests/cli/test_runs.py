@@ -136,7 +136,7 @@ def test_a_result_that_cannot_be_written_can_be_resumed(
         with pytest.raises(OSError):
             run_search(quick_search(out))
     with monkeypatch.context() as patch:
-        patch.setattr(commands, "write_results", full)
+        patch.setattr(judge, "write_results", full)
         with pytest.raises(OSError):
             run_search(quick_search(out, resume=True))
     assert RunFolder(out).status() == INTERRUPTED

@@ -163,7 +163,7 @@ def test_a_pass_that_was_stopped_goes_on_to_the_same_result(
 def test_the_history_is_bounded_and_checkpoints_are_rare(gloo, tmp_path: Path, monkeypatch) -> None:
     written: list[int] = []
     monkeypatch.setattr(loops, "MOST_RECORDS", 8)
-    monkeypatch.setattr("dnis_torchrec.cli.streams.STREAM_CHECKPOINT_STEPS", 7)
+    monkeypatch.setattr(loops, "STREAM_CHECKPOINT_STEPS", 7)
     save = TrainLoop._save
     monkeypatch.setattr(TrainLoop, "_save", lambda self: (written.append(self._steps), save(self))[1])
     steps = [record["step"] for record in results_of(trained(tmp_path / "run"))["history"]]
