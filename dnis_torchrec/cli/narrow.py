@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import cast
 
@@ -16,7 +15,7 @@ from dnis_torchrec.artifact.narrow import narrow_for_training_, widened_, widene
 from dnis_torchrec.cli.run import RunFolder
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.data.task import TrainTask
-from dnis_torchrec.data.urls import Address, fetch, path_in
+from dnis_torchrec.data.urls import Address
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.training.checkpoint import (
     CheckpointFolder,
@@ -81,5 +80,4 @@ def begin_narrow_(recipe: Recipe, artifact: Path, past: RunFolder | None) -> Nar
 
 def _stored(checkpoint: Address) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint, not read yet."""
-    path_of = cache(lambda name: fetch(path_in(checkpoint, name)))
-    return Manifest.read(checkpoint).stored(checkpoint, path_of)
+    return Manifest.read(checkpoint).stored(checkpoint)

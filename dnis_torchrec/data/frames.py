@@ -1,5 +1,4 @@
-"""A data frame as batches: columns of any type become dense features, rows of tables and labels, in
-four splits; and a recipe of it, for who has no model yet."""
+"""A data frame as batches of dense features, rows of tables and labels; and a recipe of it."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dnis_torchrec.checks import check, check_known, describe, nearest, visible
 from dnis_torchrec.data.batches import CLEAN, Bags, InMemoryBatches, features_of_samples, split_rows
 from dnis_torchrec.data.files import NotNegative, Positive, parse_json
-from dnis_torchrec.data.recipe import DataSplits, Recipe
+from dnis_torchrec.data.recipe import SPLITS, DataSplits, Recipe
 from dnis_torchrec.ranks import rank_of
 
 Frame: TypeAlias = "pd.DataFrame | Mapping[str, Any] | str | os.PathLike[str]"
@@ -86,24 +85,22 @@ def splits_of_frame(
 ) -> FrameSplits:
     """See `DataSplits.from_frame`."""
     _check_names(label, dense, ids, bags)
-    times = [] if time is None else [time]
-    frame = frame_of(frame, [label, *dense, *ids, *bags, *times])
-    labels, columns = _labels_of(frame[label]), _Columns(frame, dense, ids, bags)
+    is_by_time = time is not None
+    frame = frame_of(frame, [label, *dense, *ids, *bags, *([time] if is_by_time else [])])
+    columns = _Columns(frame, dense, ids, bags, label)
     parts: Sequence[Tensor] = split_rows(len(frame), seed=seed)
-    if time is not None:
+    if is_by_time:
         order = torch.from_numpy(order_in_time(frame[time]))
         parts = order.split([len(part) for part in parts])
     encoder = FrameEncoder.learn(columns, np.isin(np.arange(len(frame)), parts[0].numpy()))
-    batches = _batches_of(columns, labels, encoder, batch_size, seed)
-    splits = {
+    batches = _batches_of(columns, encoder, batch_size, seed)
+    facts: dict[str, Any] = {
         name: batches(rows=rows, shuffle=name in ("train", "validation"))
-        for name, rows in zip(("train", "validation", "selection", "test"), parts, strict=True)
+        for name, rows in zip(SPLITS, parts, strict=True)
     }
-    validation = splits["validation"], "validation"
-    is_binary, table = _describe(columns, encoder, *validation, labels, label, times)
-    return FrameSplits(
-        **splits, is_by_time=time is not None, encoder=encoder, is_binary=is_binary, columns=table
-    )
+    table = _describe(columns, encoder, facts["validation"], "validation", time)
+    facts |= {"encoder": encoder, "is_binary": columns.is_binary, "columns": table}
+    return FrameSplits(**facts, is_by_time=is_by_time)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -133,26 +130,26 @@ def stream_of_frame(
     _check_names(label, dense, ids, bags)
     frame = frame_of(frame, [label, *dense, *ids, *bags, time])
     frame = frame.iloc[order_in_time(frame[time])].reset_index(drop=True)
-    labels, columns = _labels_of(frame[label]), _Columns(frame, dense, ids, bags)
+    columns = _Columns(frame, dense, ids, bags, label)
     if encoder is None:
         is_first = np.arange(len(frame)) < max(1, int(STREAM_HEAD * len(frame)))
         encoder = FrameEncoder.learn(columns, is_first, is_stream=True)
     names = set(encoder.scales), list(encoder.rows), list(encoder.bags)
     is_same = names == (set(dense), [*ids, *bags], list(bags))
     check(is_same, "encoder", "one of these columns", [*encoder.scales, *encoder.rows])
-    batches = _batches_of(columns, labels, encoder, batch_size, 0)(rows=None, shuffle=False)
-    is_binary, _ = _describe(columns, encoder, batches, "the stream", labels, label, [time])
-    return FrameStream(batches=batches, encoder=encoder, is_binary=is_binary)
+    batches = _batches_of(columns, encoder, batch_size, 0)(rows=None, shuffle=False)
+    _describe(columns, encoder, batches, "the stream", time)
+    return FrameStream(batches=batches, encoder=encoder, is_binary=columns.is_binary)
 
 
 def _batches_of(
-    columns: _Columns, labels: np.ndarray, encoder: FrameEncoder, batch_size: int, seed: int
+    columns: _Columns, encoder: FrameEncoder, batch_size: int, seed: int
 ) -> Callable[..., InMemoryBatches]:
     """What makes batches of some rows."""
     dense, single, of_bags = encoder.tensors(columns)
     return partial(
         InMemoryBatches,
-        *(dense, single, torch.from_numpy(labels.astype(np.float32))),
+        *(dense, single, torch.from_numpy(columns.labels.astype(np.float32))),
         feature_names=list(columns.single),
         multi_hot=dict(zip(columns.bags, of_bags, strict=True)),
         batch_size=batch_size,
@@ -165,40 +162,15 @@ def _describe(
     encoder: FrameEncoder,
     batches: InMemoryBatches,
     place: str,
-    labels: np.ndarray,
-    label: Hashable,
-    times: Sequence[Hashable],
-) -> tuple[bool, pd.DataFrame]:
-    """Whether labels are those of clicks, and what became of each column, which is printed, too."""
-    facts = _facts_of(columns, encoder, batches.rows_of_tables())
-    facts |= {str(name): ("time", "", 0.0, "", "") for name in times if str(name) not in facts}
-    values, note = np.unique(labels), "BCEWithLogitsLoss: all labels are 0 or 1"
-    is_binary = bool(np.isin(values, (0, 1)).all())
-    if not is_binary:
-        span = f"{values[0]:g} to {values[-1]:g}"
-        note = f"MSELoss: {len(values)} values from {span}, not 0 and 1"
-        if len(values) == 2:
-            warn(f"label column {label!r}: two values, {span}: map them to 0 and 1 if classes")
-    facts[str(label)] = ("label", "", 0.0, "", note)
-    names = ["kind", "rows", "missing", f"unseen in {place}", "note"]
-    table = pd.DataFrame.from_dict(facts, orient="index", columns=names)
-    if rank_of() == 0:
-        text = f"{columns.num_rows} samples\n{table.to_string()}"
-        logger.info(text)
-        if not logger.isEnabledFor(logging.INFO):
-            sys.stderr.write(visible(f"{text}\n"))
-    return is_binary, table
-
-
-def _facts_of(
-    columns: _Columns, encoder: FrameEncoder, rows: Mapping[str, Tensor]
-) -> dict[str, tuple[Any, ...]]:
-    """What is said of each column; `rows` are those that the validation split looks up."""
+    time: Hashable | None,
+) -> pd.DataFrame:
+    """What became of each column, which is printed, too."""
     facts: dict[str, tuple[Any, ...]] = {
         str(name): ("dense", "", np.isnan(values).mean(), "", "")
         for name, values in columns.dense.items()
     }
-    for name, ids in (columns.single | columns.bags).items():
+    rows = batches.rows_of_tables()
+    for name, ids in columns.features.items():
         kind = "ids" if name in columns.single else "bags"
         share = ((ids.codes < 0) if kind == "ids" else (ids.lengths == 0)).mean()
         share_unseen = float((rows[name] == UNSEEN_ROW).sum()) / max(1, len(rows[name]))
@@ -206,13 +178,27 @@ def _facts_of(
         if kind == "ids" and len(ids.texts) == columns.num_rows:
             note = "an id of its own in every row"
             warn(f"column {name!r}: {note}: there is nothing to learn about any of them")
-        if ids.spellings:
-            note = "{!r} and {!r} are one id".format(*ids.spellings)
-            warn(f"column {name!r}: {note}; put a letter in front if they are two")
         facts[name] = (kind, encoder.num_embeddings[name], share, share_unseen, note)
     for name in (name for name, row in facts.items() if row[2] == 1):
         warn(f"column {name!r}: missing in all rows")
-    return facts
+    if time is not None:
+        facts.setdefault(str(time), ("time", "", 0.0, "", ""))
+    values, note = np.unique(columns.labels), "BCEWithLogitsLoss: all labels are 0 or 1"
+    if not columns.is_binary:
+        span = f"{values[0]:g} to {values[-1]:g}"
+        note = f"MSELoss: {len(values)} values from {span}, not 0 and 1"
+        if len(values) == 2:
+            place_of_label = f"label column {columns.label!r}"
+            warn(f"{place_of_label}: two values, {span}: map them to 0 and 1 if classes")
+    facts[str(columns.label)] = ("label", "", 0.0, "", note)
+    names = ["kind", "rows", "missing", f"unseen in {place}", "note"]
+    table = pd.DataFrame.from_dict(facts, orient="index", columns=names)
+    if rank_of() == 0:
+        text = f"{columns.num_rows} samples\n{table.to_string()}"
+        logger.info(text)
+        if not logger.isEnabledFor(logging.INFO):
+            sys.stderr.write(visible(f"{text}\n"))
+    return table
 
 
 class _Settings(TypedDict):
@@ -239,9 +225,8 @@ class FrameEncoder:
     def learn(cls, columns: _Columns, is_train: np.ndarray, *, is_stream: bool = False) -> Self:
         """Learns scales and rows of training samples; of a stream rows of all, as they come."""
         scales = {name: _scale_of(name, of[is_train]) for name, of in columns.dense.items()}
-        features = columns.single | columns.bags
         of = None if is_stream else is_train
-        rows = {name: _rows_of(ids, of) for name, ids in features.items()}
+        rows = {name: _rows_of(ids, of) for name, ids in columns.features.items()}
         return cls(scales, rows, tuple(columns.bags))
 
     @property
@@ -259,7 +244,7 @@ class FrameEncoder:
         names, single = list(self.rows), [n for n in self.rows if n not in self.bags]
         frame = frame_of(frame, [*self.scales, *names])
         columns = _Columns(frame, list(self.scales), single, self.bags)
-        for name, ids in (columns.single | columns.bags).items():
+        for name, ids in columns.features.items():
             codes = ids.codes[ids.codes >= 0]
             is_new = np.array([text not in self.rows[name] for text in ids.texts], bool)[codes]
             if is_new.sum() * 2 > len(codes):
@@ -339,11 +324,19 @@ class _Columns:
     """Columns of a frame, before anything is learned of them."""
 
     def __init__(
-        self, frame: pd.DataFrame, dense: Sequence[Any], ids: Sequence[str], bags: Sequence[str]
+        self,
+        frame: pd.DataFrame,
+        dense: Sequence[Any],
+        ids: Sequence[str],
+        bags: Sequence[str],
+        label: Hashable | None = None,
     ) -> None:
-        self.num_rows = len(frame)
+        self.num_rows, self.label = len(frame), label
+        self.labels = np.zeros(0) if label is None else _labels_of(frame[label])
+        self.is_binary = bool(np.isin(self.labels, (0, 1)).all())
         self.single = {name: ids_of(frame[name]) for name in ids}
         self.bags = {name: id_bags_of(frame[name]) for name in bags}
+        self.features = self.single | self.bags
         self.dense = {name: numbers_of(frame[name]) for name in dense}
 
 
@@ -361,8 +354,7 @@ def _scale_of(name: Hashable, values: np.ndarray) -> tuple[float, float]:
 
 
 def _rows_of(ids: Ids, is_train: np.ndarray | None) -> dict[str | None, int]:
-    """Text of an id -> its row, the most frequent one's first, or of a stream the first one's;
-    missing ids have one, too."""
+    """Text of an id, None of missing ones -> its row, by frequency, or of a stream as they come."""
     texts = (None, *ids.texts)
     if is_train is None:
         codes = pd.unique(ids.codes)
@@ -492,7 +484,6 @@ class Ids:
     codes: np.ndarray  # -1 where an entry is missing
     texts: Sequence[str]  # of each code
     lengths: np.ndarray  # entries of each row
-    spellings: tuple[str, ...] = ()  # two texts that are one id
 
 
 def ids_of(column: pd.Series) -> Ids:
@@ -514,17 +505,7 @@ def ids_of(column: pd.Series) -> Ids:
     if values.dtype.kind == "f":
         values = values.to_numpy()  # as Python's floats, those of float32 would have other digits
     of_values, texts = pd.factorize(np.array([text_of(value) for value in values], dtype=object))
-    lengths = np.ones(len(column), np.int64)
-    return Ids(np.append(of_values, -1)[codes], texts, lengths, _spellings(values, of_values))
-
-
-def _spellings(values: Sequence[Any], codes: np.ndarray) -> tuple[str, ...]:
-    """The first two texts, if any, that are one id though they differ in more than space."""
-    firsts: dict[int, str] = {}
-    for code, value in zip(codes.tolist(), values, strict=True):
-        if isinstance(value, str) and firsts.setdefault(code, value).strip() != value.strip():
-            return firsts[code], value
-    return ()
+    return Ids(np.append(of_values, -1)[codes], texts, np.ones(len(column), np.int64))
 
 
 def text_of(value: Any) -> str | None:
@@ -580,7 +561,7 @@ def id_bags_of(column: pd.Series) -> Ids:
         raise ValueError(describe(place, "lists of ids", "lists of lists", "flatten")) from error
     is_id = ids.codes >= 0
     lengths = np.bincount(entries.index.to_numpy()[is_id], minlength=len(column))
-    return Ids(ids.codes[is_id], ids.texts, lengths, ids.spellings)
+    return Ids(ids.codes[is_id], ids.texts, lengths)
 
 
 def _check_form(bags: Sequence[str], name: str) -> None:

@@ -1,5 +1,4 @@
-"""Splits a recipe's data over ranks, each of which takes its slice of every batch; one pass over
-the data before anything is trained, which counts and checks it."""
+"""Splits a recipe's data over ranks, and counts and checks it before anything is trained."""
 
 from __future__ import annotations
 

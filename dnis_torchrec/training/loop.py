@@ -1,5 +1,4 @@
-"""ONE loop of training: phases of epochs until the selection loss stops improving, and back to the
-best one. With a folder it saves itself as it goes."""
+"""ONE loop of training: phases of epochs, each back to its best one; it saves itself."""
 
 from __future__ import annotations
 
@@ -46,14 +45,10 @@ from dnis_torchrec.training.settings import Saving
 from dnis_torchrec.training.shard import flushing_denormals
 from dnis_torchrec.training.weights import fill_state_
 
-STREAM_CHECKPOINT_STEPS = 5_000
-"""Steps of a stream, which has no epochs, between two checkpoints."""
-MOST_RECORDS = 400
-"""Records of a stream's history; then every second one goes."""
-STOP_INTERVAL = 8
-"""Steps after which several ranks ask each other whether one was told to stop."""
-PLAIN = "plain"
-"""Name of the phase of a plain training."""
+STREAM_CHECKPOINT_STEPS = 5_000  # steps of a stream, which has no epochs, between two checkpoints
+MOST_RECORDS = 400  # records of a stream's history; then every second one goes
+STOP_INTERVAL = 8  # steps after which several ranks ask each other whether one was told to stop
+PLAIN = "plain"  # name of the phase of a plain training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +62,7 @@ class EpochRecord:
     selection_loss: float
     alpha_mean: float = 1.0
     alpha_density: float = 1.0
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Of a stream: those of the window, whose loss is `selection_loss`, too."""
+    metrics: dict[str, float] = field(default_factory=dict)  # of a stream: those of the window
 
     def line(self) -> dict[str, Any]:
         """The record as results have it."""
@@ -175,13 +169,11 @@ class SearchValues(TypedDict):
 
 
 class TrainLoop:
-    """Trains a model, and evaluates it after every epoch, until the last phase of its plan.
+    """Trains a model, and evaluates it after every epoch, until the last phase of its plan."""
 
-    With a folder for checkpoints, a run that was killed continues to the same result. Without one,
-    the best epoch is kept in memory. Without a stream, an epoch is a pass over the training split.
-    With `progressive` the stream is read once: an epoch is the steps between two reports, and what
-    progressive validation says of them takes the place of the selection split.
-    """
+    # Without a folder for checkpoints the best epoch is kept in memory. Without a stream an epoch
+    # is a pass over the training split. With `progressive` it is the steps between two reports,
+    # and progressive validation takes the place of the selection split.
 
     def __init__(
         self,

@@ -50,16 +50,13 @@ from dnis_torchrec.selection.wrapper import (
     soft_selection_modules,
 )
 
-WHOLE_ROWS = {"table_wise", "row_wise", "table_row_wise"}
-"""Sharding types, of those with fused kernels, that keep every row in one piece."""
+WHOLE_ROWS = {"table_wise", "row_wise", "table_row_wise"}  # sharding types that cut no row
 FUSED_OPTIMIZERS = {
     "adam": EmbOptimType.ADAM,
     "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
 }
 """`Recipe.table_optimizer` -> FBGEMM's optimizer that runs inside the tables' backward."""
-TABLE_RATE = "table_rate"
-"""Key in the param_groups of the optimizer that is not fused: whether they learn at the tables'
-rate."""
+TABLE_RATE = "table_rate"  # key of param_groups: whether they learn at the tables' rate
 
 
 def check_pooling(model: nn.Module) -> None:
@@ -199,8 +196,7 @@ def set_learning_rates_(
     model.fused_optimizer.zero_grad()
 
 
-LONGEST_WAIT = timedelta(days=30)
-"""For which ranks that train nothing wait for each other: one may be at work alone."""
+LONGEST_WAIT = timedelta(days=30)  # of ranks that train nothing: one may be at work alone
 
 
 @contextmanager
