@@ -106,7 +106,7 @@ def train_on_stream(
         loop.run()
     with together():
         counts = None if past is None else past.counts()
-    on_rank_zero(CheckpointFolder(run.checkpoints).keep_latest)
+    on_rank_zero(lambda: CheckpointFolder(run.checkpoints).remove(but_latest=True))
     return model, loop, stream.summary(counts), narrow
 
 

@@ -184,6 +184,8 @@ class CutBatches:
 
     def __init__(self, batches: Iterable[Batch]) -> None:
         self._batches: Any = batches
+        # whether they are this rank's already, see `data.over_ranks`
+        self.is_split_over_ranks = getattr(batches, "is_split_over_ranks", False)
 
     @property
     def epoch(self) -> int:
@@ -227,11 +229,6 @@ class BatchParts(CutBatches):
             bounds = torch.linspace(0, size, num_parts + 1).round().long().tolist()
             for first, last in itertools.pairwise(bounds):
                 yield slice_of(batch, first, last)
-
-    @property
-    def is_split_over_ranks(self) -> bool:
-        """Whether the batches are this rank's own already, see `data.over_ranks`."""
-        return getattr(self._batches, "is_split_over_ranks", False)
 
 
 def slice_of(batch: Batch, first: int, last: int) -> Batch:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeAlias, TypedDict
+from typing import Any, NamedTuple, Self, TypeAlias, TypedDict
 
 import numpy as np
 import pandas as pd
@@ -73,24 +73,29 @@ class FrameSplits(DataSplits):
     columns: pd.DataFrame = field(compare=False)  # what became of each, as it was printed
 
 
-def splits_of_frame(
-    frame: Frame,
-    label: Hashable,
-    dense: Sequence[Hashable],
-    ids: Sequence[str],
-    bags: Sequence[str],
-    time: Hashable | None,
-    batch_size: int,
-    seed: int,
-) -> FrameSplits:
+class Roles(NamedTuple):
+    """Columns of a frame by what they are for, see `DataSplits.from_frame`."""
+
+    label: Hashable
+    dense: Sequence[Any]
+    ids: Sequence[str]
+    bags: Sequence[str]
+    time: Hashable | None = None
+
+    def columns_of(self, frame: Frame) -> pd.DataFrame:
+        """These columns of a frame, once their names are checked."""
+        _check_names(*self[:4])
+        times = [] if self.time is None else [self.time]
+        return frame_of(frame, [self.label, *self.dense, *self.ids, *self.bags, *times])
+
+
+def splits_of_frame(source: Frame, roles: Roles, batch_size: int, seed: int) -> FrameSplits:
     """See `DataSplits.from_frame`."""
-    _check_names(label, dense, ids, bags)
-    is_by_time = time is not None
-    frame = frame_of(frame, [label, *dense, *ids, *bags, *([time] if is_by_time else [])])
-    columns = _Columns(frame, dense, ids, bags, label)
+    frame, is_by_time = roles.columns_of(source), roles.time is not None
+    columns = _Columns(frame, roles)
     parts: Sequence[Tensor] = split_rows(len(frame), seed=seed)
     if is_by_time:
-        order = torch.from_numpy(order_in_time(frame[time]))
+        order = torch.from_numpy(order_in_time(frame[roles.time]))
         parts = order.split([len(part) for part in parts])
     encoder = FrameEncoder.learn(columns, np.isin(np.arange(len(frame)), parts[0].numpy()))
     batches = _batches_of(columns, encoder, batch_size, seed)
@@ -98,7 +103,7 @@ def splits_of_frame(
         name: batches(rows=rows, shuffle=name in ("train", "validation"))
         for name, rows in zip(SPLITS, parts, strict=True)
     }
-    table = _describe(columns, encoder, facts["validation"], "validation", time)
+    table = _describe(columns, encoder, facts["validation"], "validation")
     facts |= {"encoder": encoder, "is_binary": columns.is_binary, "columns": table}
     return FrameSplits(**facts, is_by_time=is_by_time)
 
@@ -116,29 +121,22 @@ class FrameStream:
 
 
 def stream_of_frame(
-    frame: Frame,
-    label: Hashable,
-    dense: Sequence[Hashable],
-    ids: Sequence[str],
-    bags: Sequence[str],
-    time: Hashable | None,
-    batch_size: int,
-    encoder: FrameEncoder | None,
+    source: Frame, roles: Roles, batch_size: int, encoder: FrameEncoder | None
 ) -> FrameStream:
     """A frame as a stream; an encoder of earlier days gives new ids row 0."""
-    check(time is not None, "time", "the column that orders a stream", "none", "name it")
-    _check_names(label, dense, ids, bags)
-    frame = frame_of(frame, [label, *dense, *ids, *bags, time])
-    frame = frame.iloc[order_in_time(frame[time])].reset_index(drop=True)
-    columns = _Columns(frame, dense, ids, bags, label)
+    has_time = roles.time is not None
+    check(has_time, "time", "the column that orders a stream", "none", "name it")
+    frame = roles.columns_of(source)
+    frame = frame.iloc[order_in_time(frame[roles.time])].reset_index(drop=True)
+    columns = _Columns(frame, roles)
     if encoder is None:
         is_first = np.arange(len(frame)) < max(1, int(STREAM_HEAD * len(frame)))
         encoder = FrameEncoder.learn(columns, is_first, is_stream=True)
     names = set(encoder.scales), list(encoder.rows), list(encoder.bags)
-    is_same = names == (set(dense), [*ids, *bags], list(bags))
+    is_same = names == (set(roles.dense), [*roles.ids, *roles.bags], list(roles.bags))
     check(is_same, "encoder", "one of these columns", [*encoder.scales, *encoder.rows])
     batches = _batches_of(columns, encoder, batch_size, 0)(rows=None, shuffle=False)
-    _describe(columns, encoder, batches, "the stream", time)
+    _describe(columns, encoder, batches, "the stream")
     return FrameStream(batches=batches, encoder=encoder, is_binary=columns.is_binary)
 
 
@@ -158,11 +156,7 @@ def _batches_of(
 
 
 def _describe(
-    columns: _Columns,
-    encoder: FrameEncoder,
-    batches: InMemoryBatches,
-    place: str,
-    time: Hashable | None,
+    columns: _Columns, encoder: FrameEncoder, batches: InMemoryBatches, place: str
 ) -> pd.DataFrame:
     """What became of each column, which is printed, too."""
     facts: dict[str, tuple[Any, ...]] = {
@@ -181,6 +175,7 @@ def _describe(
         facts[name] = (kind, encoder.num_embeddings[name], share, share_unseen, note)
     for name in (name for name, row in facts.items() if row[2] == 1):
         warn(f"column {name!r}: missing in all rows")
+    label, time = columns.roles.label, columns.roles.time
     if time is not None:
         facts.setdefault(str(time), ("time", "", 0.0, "", ""))
     values, note = np.unique(columns.labels), "BCEWithLogitsLoss: all labels are 0 or 1"
@@ -188,9 +183,8 @@ def _describe(
         span = f"{values[0]:g} to {values[-1]:g}"
         note = f"MSELoss: {len(values)} values from {span}, not 0 and 1"
         if len(values) == 2:
-            place_of_label = f"label column {columns.label!r}"
-            warn(f"{place_of_label}: two values, {span}: map them to 0 and 1 if classes")
-    facts[str(columns.label)] = ("label", "", 0.0, "", note)
+            warn(f"label column {label!r}: two values, {span}: map them to 0 and 1 if classes")
+    facts[str(label)] = ("label", "", 0.0, "", note)
     names = ["kind", "rows", "missing", f"unseen in {place}", "note"]
     table = pd.DataFrame.from_dict(facts, orient="index", columns=names)
     if rank_of() == 0:
@@ -243,7 +237,7 @@ class FrameEncoder:
         """What a model reads of a frame, such as new samples to be served."""
         names, single = list(self.rows), [n for n in self.rows if n not in self.bags]
         frame = frame_of(frame, [*self.scales, *names])
-        columns = _Columns(frame, list(self.scales), single, self.bags)
+        columns = _Columns(frame, Roles(None, list(self.scales), single, self.bags))
         for name, ids in columns.features.items():
             codes = ids.codes[ids.codes >= 0]
             is_new = np.array([text not in self.rows[name] for text in ids.texts], bool)[codes]
@@ -323,21 +317,15 @@ class FrameEncoder:
 class _Columns:
     """Columns of a frame, before anything is learned of them."""
 
-    def __init__(
-        self,
-        frame: pd.DataFrame,
-        dense: Sequence[Any],
-        ids: Sequence[str],
-        bags: Sequence[str],
-        label: Hashable | None = None,
-    ) -> None:
-        self.num_rows, self.label = len(frame), label
-        self.labels = np.zeros(0) if label is None else _labels_of(frame[label])
+    def __init__(self, frame: pd.DataFrame, roles: Roles) -> None:
+        self.num_rows, self.roles = len(frame), roles
+        # of rows to be served there are none
+        self.labels = np.zeros(0) if roles.label is None else _labels_of(frame[roles.label])
         self.is_binary = bool(np.isin(self.labels, (0, 1)).all())
-        self.single = {name: ids_of(frame[name]) for name in ids}
-        self.bags = {name: id_bags_of(frame[name]) for name in bags}
+        self.single = {name: ids_of(frame[name]) for name in roles.ids}
+        self.bags = {name: id_bags_of(frame[name]) for name in roles.bags}
         self.features = self.single | self.bags
-        self.dense = {name: numbers_of(frame[name]) for name in dense}
+        self.dense = {name: numbers_of(frame[name]) for name in roles.dense}
 
 
 def _scale_of(name: Hashable, values: np.ndarray) -> tuple[float, float]:
@@ -690,13 +678,12 @@ def recipe_from_frame(
     check_known("model", model, MODELS)
     dim = EMBEDDING_DIM if embedding_dim is None else embedding_dim
     check(dim >= 1, "embedding_dim", "an integer >= 1", dim)
-    columns: Any = {"label": label, "dense": dense, "ids": ids, "bags": bags}
-    columns |= {"time": time, "batch_size": batch_size}
+    roles = Roles(label, dense, ids, bags, time)
     data: FrameSplits | FrameStream
     if is_stream:
-        data = stream_of_frame(frame, **columns, encoder=encoder)
+        data = stream_of_frame(frame, roles, batch_size, encoder)
     else:
-        data = DataSplits.from_frame(frame, **columns, seed=seed)
+        data = splits_of_frame(frame, roles, batch_size, seed)
     encoder = replace(data.encoder, model=model, embedding_dim=dim)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -119,9 +119,9 @@ class DataSplits:
             >>> splits.encoder.num_embeddings, next(iter(splits.test)).sparse_features.keys()
             ({'user': 5, 'tags': 2}, ['user', 'tags'])
         """
-        from dnis_torchrec.data.frames import splits_of_frame  # which needs this module
+        from dnis_torchrec.data.frames import Roles, splits_of_frame  # which needs this module
 
-        return splits_of_frame(frame, label, dense, ids, bags, time, batch_size, seed)
+        return splits_of_frame(frame, Roles(label, dense, ids, bags, time), batch_size, seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,9 +234,9 @@ def errors_of_recipe(spec: str) -> Iterator[None]:
             text = current.msg if isinstance(current, SyntaxError) else str(current)
             if isinstance(current, ValueError) and text.startswith(place):  # it says so itself
                 raise RecipeError(text) from error
-            lines, stack = [f"{type(current).__name__}: {text}".rstrip(": ")], current.__traceback__
-            frames = [frame for frame in traceback.extract_tb(stack) if _is_users(frame.filename)]
-            lines += traceback.format_list(frames)
+            stack = traceback.extract_tb(current.__traceback__)
+            lines = [f"{type(current).__name__}: {text}".rstrip(": ")]
+            lines += traceback.format_list([line for line in stack if _is_users(line.filename)])
             if isinstance(current, SyntaxError):
                 lines += traceback.format_exception_only(current)[:-1]
             reasons.append("\n".join(line.rstrip("\n") for line in lines))

@@ -282,9 +282,9 @@ class Stream(Iterator[Batch]):
             self._num_recent = sum(len(batch.labels) for batch in self._recent)
         self._num_given, source = step, tensors.get("source")
         if source is not None and hasattr(self._source, "load_state_dict"):
-            text = source.numpy().tobytes().decode()
-            parse_json(text, dict[str, Any], f"{_PLACE} of the checkpoint")
-            self._source.load_state_dict(json.loads(text, object_hook=_tensor_or_dict))
+            content = source.numpy().tobytes()
+            parse_json(content, dict[str, Any], f"{_PLACE} of the checkpoint")
+            self._source.load_state_dict(json.loads(content, object_hook=_tensor_or_dict))
             self._iterator, self._pending, self._num_read = None, None, state["batches"]
             return
         first, self._pending = self._pending, None
@@ -386,9 +386,9 @@ def batches_of_tensors(tensors: Mapping[str, Tensor], text: str) -> list[Batch]:
     sizes = tensors["sizes"].tolist()
     names = [field.name for field in dataclasses.fields(kind) if field.init]  # type: ignore[arg-type]
     parts: dict[str, Any] = {name: tensors.get(f"of/{name}") for name in names}
-    for name, keys in form["keys"].items():
+    for name in form["keys"].keys() & parts:
         parts[name] = KeyedJaggedTensor(
-            keys=keys,
+            keys=form["keys"][name],
             values=tensors.get(f"values/{name}", torch.zeros(0, dtype=torch.int64)),
             weights=tensors.get(f"weights/{name}"),
             lengths=tensors[f"lengths/{name}"],

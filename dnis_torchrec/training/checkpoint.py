@@ -503,15 +503,12 @@ class CheckpointFolder:
         for other in set(files) - {*sorted(files)[-self._keep_last :], *keep}:
             self._remove(other, files[other])
 
-    def keep_latest(self) -> None:
-        """Removes all checkpoints but the last one."""
-        for step in self.steps()[:-1]:
-            self._remove(step, self._files()[step])
-
-    def remove(self) -> None:
-        """Removes all checkpoints."""
+    def remove(self, *, but_latest: bool = False) -> None:
+        """Removes all checkpoints, or all but the last whole one."""
+        latest = self.steps()[-1:] if but_latest else []
         for step, names in self._files().items():
-            self._remove(step, names)
+            if step not in latest:
+                self._remove(step, names)
         if self._here is not None:
             with suppress(OSError):
                 self._here.rmdir()

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypedDict, cast
 
 import torch
@@ -280,9 +280,8 @@ class TrainLoop:
                 self.progressive.note(output, is_lower=is_lower)
             if is_lower:
                 # Over the ranks, so that a step counts as much on another number of them.
-                share = torch.stack(
-                    [loss.detach().double(), torch.ones_like(loss, dtype=torch.float64)]
-                )
+                ones = torch.ones_like(loss, dtype=torch.float64)
+                share = torch.stack([loss.detach().double(), ones])
                 self._losses += share / world_size_of(pipeline.process_group)
                 self._plan.after_step(phase, pipeline.lower_steps - first)
                 # Whoever listens hears of it; on a GPU, which that would stop, with the next step.
@@ -329,9 +328,8 @@ class TrainLoop:
         if is_better:
             self._best = Best(epoch=epoch, step=self._steps, lower_step=record.step, loss=loss)
         is_last = record.step - self._first_step >= phase.steps or self._epoch >= phase.epochs
-        self._is_over = is_last or (
-            phase.patience is not None and epoch - self._best.epoch >= phase.patience
-        )
+        patience = math.inf if phase.patience is None else phase.patience
+        self._is_over = is_last or epoch - self._best.epoch >= patience
         is_due, every = True, self._settings.checkpoint_every
         if self.progressive is not None:
             self._is_over |= self.progressive.stream.is_over
@@ -402,11 +400,8 @@ class TrainLoop:
         }
         of_rank = {f"rank{rank_of()}/losses": self._losses}
         of_rank |= {} if self.progressive is None else self.progressive.tensors()
-        whole = TrainingState(
-            tensors={**state.tensors, **{k: PlacedTensor.of(t) for k, t in of_rank.items()}},
-            tables=state.tables,
-            values={**state.values, "search": entries},
-        )
+        tensors = {**state.tensors, **{key: PlacedTensor.of(t) for key, t in of_rank.items()}}
+        whole = replace(state, tensors=tensors, values={**state.values, "search": entries})
         best = [phase.best.step for phase in self.finished]
         saver = cast(CheckpointSaver, self._saver)
         saver.save(self._steps, whole, keep=(self._best.step, *best))
@@ -424,10 +419,8 @@ class TrainLoop:
         self._epoch, self._is_over = entries["epoch"], entries["is_over"]
         self.seconds_before = entries["seconds"]
         self._best = Best(**entries["best"] or {})
-        self.finished = [
-            FinishedPhase(**phase | {"best": Best(**phase["best"])})
-            for phase in entries["finished"]
-        ]
+        phases = [phase | {"best": Best(**phase["best"])} for phase in entries["finished"]]
+        self.finished = [FinishedPhase(**phase) for phase in phases]
         self.history = [EpochRecord(**record) for record in entries["history"]]
         self._events.on_resume(self._pipeline.lower_steps, tuple(self.history))
 

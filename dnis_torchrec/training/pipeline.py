@@ -65,10 +65,7 @@ class FiniteGuard:
     """Checks losses and gradients of a model, prepared or not."""
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-        self._ranks = ranks = Ranks(group)
-        # Flags of ranks are read with what they are about.
-        self._num_flags = ranks.world_size if ranks.world_size > 1 else 0
-        self._late = LateValues()
+        self._ranks, self._late = Ranks(group), LateValues()
         self._collections = collections(model)
         self._wrappers = soft_selection_modules(model)
         of_tables = table_weight_names(model)
@@ -92,10 +89,8 @@ class FiniteGuard:
         """Checks a loss, on all ranks alike, and before that reads earlier checks of a GPU."""
         self.settle()
         values = loss.detach().flatten()
-        if self._num_flags:
-            if flags is None:
-                flags = self._summed(self.flags(values.isfinite().all()))
-            values = torch.cat([flags, values.to(flags.dtype)])
+        flags = self._sum_flags(values.isfinite().all()) if flags is None else flags
+        values = torch.cat([flags.to(values.dtype), values])
         self._late.read(values, partial(self._stop_for_loss, place))
 
     @contextmanager
@@ -103,9 +98,8 @@ class FiniteGuard:
         """Checks gradients of embeddings, table by table, during the backward pass inside."""
 
         def look(finite: Tensor, table_of: Callable[[Tensor], str]) -> Tensor | None:
-            is_finite, values = finite.all(), finite
-            if self._num_flags:
-                values = torch.cat([self._summed(self.flags(is_finite)), finite.float()])
+            is_finite = finite.all()
+            values = torch.cat([self._sum_flags(is_finite), finite.float()])
             is_read = self._late.read(values, partial(self._stop_for_gradient, place, table_of))
             return None if is_read else is_finite
 
@@ -141,15 +135,17 @@ class FiniteGuard:
         self._late.read(finite, partial(self._stop_for_alpha, place, embedding_dim))
         return finite.all()
 
-    def _summed(self, flags: Tensor) -> Tensor:
-        dist.all_reduce(flags, group=self._ranks.group)
+    def _sum_flags(self, is_finite: Tensor) -> Tensor:
+        flags = self.flags(is_finite)
+        if self._ranks.world_size > 1:
+            dist.all_reduce(flags, group=self._ranks.group)
         return flags
 
-    # What follows reads the summed flags of ranks, if several, and then values of this one.
+    # What follows reads the summed flags of ranks, and then values of this one.
 
     def _stop_for_loss(self, place: str, values: Tensor) -> None:
-        loss = values[self._num_flags :]
-        if not self._is_bad(values, torch.isfinite(loss), place, "a finite loss"):
+        loss = values[self._ranks.world_size :]
+        if not self._is_bad(values, place, "a finite loss"):
             return
         culprit = self._table_with_non_finite_value()
         where = f"{place}, table {culprit!r}" if culprit else f"{place} (every table is finite)"
@@ -158,13 +154,13 @@ class FiniteGuard:
     def _stop_for_gradient(
         self, place: str, table_of: Callable[[Tensor], str], values: Tensor
     ) -> None:
-        finite = values[self._num_flags :] > 0
-        if self._is_bad(values, finite, place, "finite gradients"):
+        finite = values[self._ranks.world_size :] > 0
+        if self._is_bad(values, place, "finite gradients"):
             raise _not_finite(f"{place}, {table_of(finite)}")
 
-    def _is_bad(self, values: Tensor, finite: Tensor, place: str, requirement: str) -> bool:
+    def _is_bad(self, values: Tensor, place: str, requirement: str) -> bool:
         """Whether this rank has a value that is not finite; raises if only another one has."""
-        flags = values[: self._num_flags] if self._num_flags else ~finite.all().view(1)
+        flags = values[: self._ranks.world_size]
         if bool(flags.any()) and not bool(flags[self._ranks.rank]):
             raise _not_finite(f"{place}, rank {int(flags.nonzero()[0])}", requirement)
         return bool(flags.any())

@@ -64,11 +64,8 @@ def _tensors_by_name(model: nn.Module) -> dict[str, PlacedTensor]:
     tensors = {}
     for fqn, module in shards.collections(model).items():
         for config in shards.table_configs_of(module):
-            chunks = tuple(
-                Chunk((shard.first_row, shard.first_column), shard.weight)
-                for shard in shards.local_shards(module)
-                if shard.table == config.name
-            )
+            local = [s for s in shards.local_shards(module) if s.table == config.name]
+            chunks = tuple(Chunk((s.first_row, s.first_column), s.weight) for s in local)
             name = weight_name(f"{fqn}.{shards.tables_under(module)}.{config.name}.weight")
             size = (config.num_embeddings, config.embedding_dim)
             tensors[name.removeprefix(".")] = PlacedTensor(size, chunks)
