@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +26,7 @@ from dnis_torchrec.data.over_ranks import samples_to_measure, split_over_ranks
 from dnis_torchrec.data.recipe import SPLITS, DataSplits, Recipe
 from dnis_torchrec.data.stream import FrequencyCounts, Stream, StreamSummary, join_batches
 from dnis_torchrec.data.task import LossTask, TrainTask, check_task
-from dnis_torchrec.data.urls import Address, fetch, path_in
+from dnis_torchrec.data.urls import Address
 from dnis_torchrec.ranks import Ranks, on_rank_zero, together
 from dnis_torchrec.report.rows import SEARCH
 from dnis_torchrec.scheme import PACKED, MixedDimensionScheme
@@ -103,7 +102,7 @@ def train_on_stream(
         loop.run()
     with together():
         counts = None if past is None else past.counts()
-    on_rank_zero(CheckpointFolder(run.checkpoints).keep_latest)
+    on_rank_zero(lambda: CheckpointFolder(run.checkpoints).remove(but_latest=True))
     return model, loop, stream.summary(counts), narrow
 
 
@@ -234,5 +233,4 @@ def begin_narrow_(recipe: Recipe, artifact: Path, past: RunFolder | None) -> Nar
 
 def _stored(checkpoint: Address) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint, not read yet."""
-    path_of = cache(lambda name: fetch(path_in(checkpoint, name)))
-    return Manifest.read(checkpoint).stored(checkpoint, path_of)
+    return Manifest.read(checkpoint).stored(checkpoint)

@@ -184,6 +184,8 @@ class CutBatches:
 
     def __init__(self, batches: Iterable[Batch]) -> None:
         self._batches: Any = batches
+        # whether they are this rank's already, see `data.over_ranks`
+        self.is_split_over_ranks = getattr(batches, "is_split_over_ranks", False)
 
     @property
     def epoch(self) -> int:
@@ -228,72 +230,52 @@ class BatchParts(CutBatches):
             for first, last in itertools.pairwise(bounds):
                 yield slice_of(batch, first, last)
 
-    @property
-    def is_split_over_ranks(self) -> bool:
-        """Whether the batches are this rank's own already, see `data.over_ranks`."""
-        return getattr(self._batches, "is_split_over_ranks", False)
-
 
 def slice_of(batch: Batch, first: int, last: int) -> Batch:
     """Samples ``first <= i < last`` of a batch."""
     if not dataclasses.is_dataclass(batch):
         raise TypeError(describe("batch", "a dataclass, as Batch is", type(batch).__name__))
-    return _changed(
-        batch,
-        lambda part: (
-            part[first:last] if isinstance(part, Tensor) else _slice_features(part, first, last)
-        ),
-    )
+    cut = slice(first, last)
+    return _changed(batch, lambda p: p[cut] if isinstance(p, Tensor) else _slice_features(p, cut))
 
 
 def samples_where(batch: Batch, keeps: Tensor) -> Batch:
     """The samples of a batch for which a bool of each says so."""
 
-    def of_features(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        bags = keeps.repeat(len(features.keys()))
-        ids, weights = bags.repeat_interleave(features.lengths()), features.weights_or_none()
-        return KeyedJaggedTensor(
-            keys=features.keys(),
-            values=features.values()[ids],
-            weights=None if weights is None else weights[ids],
-            lengths=features.lengths()[bags],
-            stride=int(keeps.sum()),
-        )
+    def samples_of(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            return part[keeps]
+        bags, lengths = keeps.repeat(len(part.keys())), part.lengths()
+        ids, weights = bags.repeat_interleave(lengths), part.weights_or_none()
+        weights = None if weights is None else weights[ids]
+        parts = {"values": part.values()[ids], "weights": weights, "lengths": lengths[bags]}
+        return KeyedJaggedTensor(keys=part.keys(), **parts, stride=int(keeps.sum()))
 
-    return _changed(
-        batch, lambda part: part[keeps] if isinstance(part, Tensor) else of_features(part)
-    )
+    return _changed(batch, samples_of)
 
 
 def _changed(batch: _B, change: Callable[[Any], Any]) -> _B:
     """A dataclass with what becomes of each of its tensors and KeyedJaggedTensors."""
-    parts = {
-        name: change(part)
-        for name, part in parts_of(batch).items()
-        if isinstance(part, Tensor | KeyedJaggedTensor)
-    }
+    kinds, parts = (Tensor, KeyedJaggedTensor), parts_of(batch)
+    parts = {name: change(part) for name, part in parts.items() if isinstance(part, kinds)}
     return dataclasses.replace(batch, **parts)
 
 
-def _slice_features(features: KeyedJaggedTensor, first: int, last: int) -> KeyedJaggedTensor:
+def _slice_features(features: KeyedJaggedTensor, cut: slice) -> KeyedJaggedTensor:
     if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
         raise NotImplementedError(describe("batch", "supported is one batch size", "several"))
     num_features, stride = len(features.keys()), features.stride()
-    lengths = features.lengths().view(num_features, stride)[:, first:last]
     starts, offsets = torch.arange(num_features) * stride, features.offsets().cpu()
-    begins, ends = offsets[starts + first].tolist(), offsets[starts + last].tolist()
-
-    def cut(values: Tensor) -> Tensor:
-        return torch.cat([values[i:j] for i, j in zip(begins, ends, strict=True)])
-
-    weights = features.weights_or_none()
+    bounds = offsets[starts + cut.start].tolist(), offsets[starts + cut.stop].tolist()
+    spans = [slice(*pair) for pair in zip(*bounds, strict=True)]
+    values, weights = features.values(), features.weights_or_none()
     return KeyedJaggedTensor(
         keys=features.keys(),
-        values=cut(features.values()),
-        weights=None if weights is None else cut(weights),
+        values=torch.cat([values[span] for span in spans]),
+        weights=None if weights is None else torch.cat([weights[span] for span in spans]),
         # Of one sample it would be a view, which no collective takes.
-        lengths=lengths.reshape(-1).contiguous(),
-        stride=last - first,
+        lengths=features.lengths().view(num_features, stride)[:, cut].reshape(-1).contiguous(),
+        stride=cut.stop - cut.start,
     )
 
 

@@ -114,13 +114,11 @@ def new_folder(path: Path | str, *, overwrite: bool = False, kind: FolderKind) -
             parent.rmdir()
 
 
-_HERE, _BOTH = -100, 2
-"""AT_FDCWD and RENAME_EXCHANGE of Linux."""
+_HERE, _BOTH = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Gives two folders each other's name at once, so that no moment has neither; False where the
-    system or its file system cannot."""
+    """Gives two folders each other's name at once; False where the system cannot."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
     paths = os.fsencode(first), os.fsencode(second)
     return rename is not None and rename(_HERE, paths[0], _HERE, paths[1], _BOTH) == 0
@@ -240,12 +238,8 @@ def _conform(value: Any, kind: Any, field: str) -> None:
                 faults.append(fault)
         raise max(faults, key=lambda fault: len(fault.args[0]))
     if origin is Annotated:
-        _require(
-            _is_plain(value, int) and value >= arguments[1],
-            field,
-            f"an integer >= {arguments[1]}",
-            value,
-        )
+        least, is_integer = arguments[1], _is_plain(value, int)
+        _require(is_integer and value >= least, field, f"an integer >= {least}", value)
     elif origin in (list, tuple, Sequence):
         _require(isinstance(value, list | tuple), field, "a list", value)
         is_fixed = origin is tuple and arguments[-1] is not Ellipsis

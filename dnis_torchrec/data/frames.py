@@ -1,5 +1,4 @@
-"""A data frame as batches: columns of any type become dense features, rows of tables and labels, in
-four splits; and a recipe of it, for who has no model yet."""
+"""A data frame as batches of dense features, rows of tables and labels; and a recipe of it."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeAlias, TypedDict
+from typing import Any, NamedTuple, Self, TypeAlias, TypedDict
 
 import numpy as np
 import pandas as pd
@@ -38,7 +37,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dnis_torchrec.checks import check, check_known, describe, nearest, visible
 from dnis_torchrec.data.batches import CLEAN, Bags, InMemoryBatches, features_of_samples, split_rows
 from dnis_torchrec.data.files import NotNegative, Positive, parse_json
-from dnis_torchrec.data.recipe import DataSplits, Recipe
+from dnis_torchrec.data.recipe import SPLITS, DataSplits, Recipe
 from dnis_torchrec.ranks import rank_of
 
 Frame: TypeAlias = "pd.DataFrame | Mapping[str, Any] | str | os.PathLike[str]"
@@ -74,36 +73,39 @@ class FrameSplits(DataSplits):
     columns: pd.DataFrame = field(compare=False)  # what became of each, as it was printed
 
 
-def splits_of_frame(
-    frame: Frame,
-    label: Hashable,
-    dense: Sequence[Hashable],
-    ids: Sequence[str],
-    bags: Sequence[str],
-    time: Hashable | None,
-    batch_size: int,
-    seed: int,
-) -> FrameSplits:
+class Roles(NamedTuple):
+    """Columns of a frame by what they are for, see `DataSplits.from_frame`."""
+
+    label: Hashable
+    dense: Sequence[Any]
+    ids: Sequence[str]
+    bags: Sequence[str]
+    time: Hashable | None = None
+
+    def columns_of(self, frame: Frame) -> pd.DataFrame:
+        """These columns of a frame, once their names are checked."""
+        _check_names(*self[:4])
+        times = [] if self.time is None else [self.time]
+        return frame_of(frame, [self.label, *self.dense, *self.ids, *self.bags, *times])
+
+
+def splits_of_frame(source: Frame, roles: Roles, batch_size: int, seed: int) -> FrameSplits:
     """See `DataSplits.from_frame`."""
-    _check_names(label, dense, ids, bags)
-    times = [] if time is None else [time]
-    frame = frame_of(frame, [label, *dense, *ids, *bags, *times])
-    labels, columns = _labels_of(frame[label]), _Columns(frame, dense, ids, bags)
+    frame, is_by_time = roles.columns_of(source), roles.time is not None
+    columns = _Columns(frame, roles)
     parts: Sequence[Tensor] = split_rows(len(frame), seed=seed)
-    if time is not None:
-        order = torch.from_numpy(order_in_time(frame[time]))
+    if is_by_time:
+        order = torch.from_numpy(order_in_time(frame[roles.time]))
         parts = order.split([len(part) for part in parts])
     encoder = FrameEncoder.learn(columns, np.isin(np.arange(len(frame)), parts[0].numpy()))
-    batches = _batches_of(columns, labels, encoder, batch_size, seed)
-    splits = {
+    batches = _batches_of(columns, encoder, batch_size, seed)
+    facts: dict[str, Any] = {
         name: batches(rows=rows, shuffle=name in ("train", "validation"))
-        for name, rows in zip(("train", "validation", "selection", "test"), parts, strict=True)
+        for name, rows in zip(SPLITS, parts, strict=True)
     }
-    validation = splits["validation"], "validation"
-    is_binary, table = _describe(columns, encoder, *validation, labels, label, times)
-    return FrameSplits(
-        **splits, is_by_time=time is not None, encoder=encoder, is_binary=is_binary, columns=table
-    )
+    table = _describe(columns, encoder, facts["validation"], "validation")
+    facts |= {"encoder": encoder, "is_binary": columns.is_binary, "columns": table}
+    return FrameSplits(**facts, is_by_time=is_by_time)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -119,40 +121,33 @@ class FrameStream:
 
 
 def stream_of_frame(
-    frame: Frame,
-    label: Hashable,
-    dense: Sequence[Hashable],
-    ids: Sequence[str],
-    bags: Sequence[str],
-    time: Hashable | None,
-    batch_size: int,
-    encoder: FrameEncoder | None,
+    source: Frame, roles: Roles, batch_size: int, encoder: FrameEncoder | None
 ) -> FrameStream:
     """A frame as a stream; an encoder of earlier days gives new ids row 0."""
-    check(time is not None, "time", "the column that orders a stream", "none", "name it")
-    _check_names(label, dense, ids, bags)
-    frame = frame_of(frame, [label, *dense, *ids, *bags, time])
-    frame = frame.iloc[order_in_time(frame[time])].reset_index(drop=True)
-    labels, columns = _labels_of(frame[label]), _Columns(frame, dense, ids, bags)
+    has_time = roles.time is not None
+    check(has_time, "time", "the column that orders a stream", "none", "name it")
+    frame = roles.columns_of(source)
+    frame = frame.iloc[order_in_time(frame[roles.time])].reset_index(drop=True)
+    columns = _Columns(frame, roles)
     if encoder is None:
         is_first = np.arange(len(frame)) < max(1, int(STREAM_HEAD * len(frame)))
         encoder = FrameEncoder.learn(columns, is_first, is_stream=True)
     names = set(encoder.scales), list(encoder.rows), list(encoder.bags)
-    is_same = names == (set(dense), [*ids, *bags], list(bags))
+    is_same = names == (set(roles.dense), [*roles.ids, *roles.bags], list(roles.bags))
     check(is_same, "encoder", "one of these columns", [*encoder.scales, *encoder.rows])
-    batches = _batches_of(columns, labels, encoder, batch_size, 0)(rows=None, shuffle=False)
-    is_binary, _ = _describe(columns, encoder, batches, "the stream", labels, label, [time])
-    return FrameStream(batches=batches, encoder=encoder, is_binary=is_binary)
+    batches = _batches_of(columns, encoder, batch_size, 0)(rows=None, shuffle=False)
+    _describe(columns, encoder, batches, "the stream")
+    return FrameStream(batches=batches, encoder=encoder, is_binary=columns.is_binary)
 
 
 def _batches_of(
-    columns: _Columns, labels: np.ndarray, encoder: FrameEncoder, batch_size: int, seed: int
+    columns: _Columns, encoder: FrameEncoder, batch_size: int, seed: int
 ) -> Callable[..., InMemoryBatches]:
     """What makes batches of some rows."""
     dense, single, of_bags = encoder.tensors(columns)
     return partial(
         InMemoryBatches,
-        *(dense, single, torch.from_numpy(labels.astype(np.float32))),
+        *(dense, single, torch.from_numpy(columns.labels.astype(np.float32))),
         feature_names=list(columns.single),
         multi_hot=dict(zip(columns.bags, of_bags, strict=True)),
         batch_size=batch_size,
@@ -161,20 +156,30 @@ def _batches_of(
 
 
 def _describe(
-    columns: _Columns,
-    encoder: FrameEncoder,
-    batches: InMemoryBatches,
-    place: str,
-    labels: np.ndarray,
-    label: Hashable,
-    times: Sequence[Hashable],
-) -> tuple[bool, pd.DataFrame]:
-    """Whether labels are those of clicks, and what became of each column, which is printed, too."""
-    facts = _facts_of(columns, encoder, batches.rows_of_tables())
-    facts |= {str(name): ("time", "", 0.0, "", "") for name in times if str(name) not in facts}
-    values, note = np.unique(labels), "BCEWithLogitsLoss: all labels are 0 or 1"
-    is_binary = bool(np.isin(values, (0, 1)).all())
-    if not is_binary:
+    columns: _Columns, encoder: FrameEncoder, batches: InMemoryBatches, place: str
+) -> pd.DataFrame:
+    """What became of each column, which is printed, too."""
+    facts: dict[str, tuple[Any, ...]] = {
+        str(name): ("dense", "", np.isnan(values).mean(), "", "")
+        for name, values in columns.dense.items()
+    }
+    rows = batches.rows_of_tables()
+    for name, ids in columns.features.items():
+        kind = "ids" if name in columns.single else "bags"
+        share = ((ids.codes < 0) if kind == "ids" else (ids.lengths == 0)).mean()
+        share_unseen = float((rows[name] == UNSEEN_ROW).sum()) / max(1, len(rows[name]))
+        note = ""
+        if kind == "ids" and len(ids.texts) == columns.num_rows:
+            note = "an id of its own in every row"
+            warn(f"column {name!r}: {note}: there is nothing to learn about any of them")
+        facts[name] = (kind, encoder.num_embeddings[name], share, share_unseen, note)
+    for name in (name for name, row in facts.items() if row[2] == 1):
+        warn(f"column {name!r}: missing in all rows")
+    label, time = columns.roles.label, columns.roles.time
+    if time is not None:
+        facts.setdefault(str(time), ("time", "", 0.0, "", ""))
+    values, note = np.unique(columns.labels), "BCEWithLogitsLoss: all labels are 0 or 1"
+    if not columns.is_binary:
         span = f"{values[0]:g} to {values[-1]:g}"
         note = f"MSELoss: {len(values)} values from {span}, not 0 and 1"
         if len(values) == 2:
@@ -187,32 +192,7 @@ def _describe(
         logger.info(text)
         if not logger.isEnabledFor(logging.INFO):
             sys.stderr.write(visible(f"{text}\n"))
-    return is_binary, table
-
-
-def _facts_of(
-    columns: _Columns, encoder: FrameEncoder, rows: Mapping[str, Tensor]
-) -> dict[str, tuple[Any, ...]]:
-    """What is said of each column; `rows` are those that the validation split looks up."""
-    facts: dict[str, tuple[Any, ...]] = {
-        str(name): ("dense", "", np.isnan(values).mean(), "", "")
-        for name, values in columns.dense.items()
-    }
-    for name, ids in (columns.single | columns.bags).items():
-        kind = "ids" if name in columns.single else "bags"
-        share = ((ids.codes < 0) if kind == "ids" else (ids.lengths == 0)).mean()
-        share_unseen = float((rows[name] == UNSEEN_ROW).sum()) / max(1, len(rows[name]))
-        note = ""
-        if kind == "ids" and len(ids.texts) == columns.num_rows:
-            note = "an id of its own in every row"
-            warn(f"column {name!r}: {note}: there is nothing to learn about any of them")
-        if ids.spellings:
-            note = "{!r} and {!r} are one id".format(*ids.spellings)
-            warn(f"column {name!r}: {note}; put a letter in front if they are two")
-        facts[name] = (kind, encoder.num_embeddings[name], share, share_unseen, note)
-    for name in (name for name, row in facts.items() if row[2] == 1):
-        warn(f"column {name!r}: missing in all rows")
-    return facts
+    return table
 
 
 class _Settings(TypedDict):
@@ -239,9 +219,8 @@ class FrameEncoder:
     def learn(cls, columns: _Columns, is_train: np.ndarray, *, is_stream: bool = False) -> Self:
         """Learns scales and rows of training samples; of a stream rows of all, as they come."""
         scales = {name: _scale_of(name, of[is_train]) for name, of in columns.dense.items()}
-        features = columns.single | columns.bags
         of = None if is_stream else is_train
-        rows = {name: _rows_of(ids, of) for name, ids in features.items()}
+        rows = {name: _rows_of(ids, of) for name, ids in columns.features.items()}
         return cls(scales, rows, tuple(columns.bags))
 
     @property
@@ -258,8 +237,8 @@ class FrameEncoder:
         """What a model reads of a frame, such as new samples to be served."""
         names, single = list(self.rows), [n for n in self.rows if n not in self.bags]
         frame = frame_of(frame, [*self.scales, *names])
-        columns = _Columns(frame, list(self.scales), single, self.bags)
-        for name, ids in (columns.single | columns.bags).items():
+        columns = _Columns(frame, Roles(None, list(self.scales), single, self.bags))
+        for name, ids in columns.features.items():
             codes = ids.codes[ids.codes >= 0]
             is_new = np.array([text not in self.rows[name] for text in ids.texts], bool)[codes]
             if is_new.sum() * 2 > len(codes):
@@ -338,13 +317,15 @@ class FrameEncoder:
 class _Columns:
     """Columns of a frame, before anything is learned of them."""
 
-    def __init__(
-        self, frame: pd.DataFrame, dense: Sequence[Any], ids: Sequence[str], bags: Sequence[str]
-    ) -> None:
-        self.num_rows = len(frame)
-        self.single = {name: ids_of(frame[name]) for name in ids}
-        self.bags = {name: id_bags_of(frame[name]) for name in bags}
-        self.dense = {name: numbers_of(frame[name]) for name in dense}
+    def __init__(self, frame: pd.DataFrame, roles: Roles) -> None:
+        self.num_rows, self.roles = len(frame), roles
+        # of rows to be served there are none
+        self.labels = np.zeros(0) if roles.label is None else _labels_of(frame[roles.label])
+        self.is_binary = bool(np.isin(self.labels, (0, 1)).all())
+        self.single = {name: ids_of(frame[name]) for name in roles.ids}
+        self.bags = {name: id_bags_of(frame[name]) for name in roles.bags}
+        self.features = self.single | self.bags
+        self.dense = {name: numbers_of(frame[name]) for name in roles.dense}
 
 
 def _scale_of(name: Hashable, values: np.ndarray) -> tuple[float, float]:
@@ -361,8 +342,7 @@ def _scale_of(name: Hashable, values: np.ndarray) -> tuple[float, float]:
 
 
 def _rows_of(ids: Ids, is_train: np.ndarray | None) -> dict[str | None, int]:
-    """Text of an id -> its row, the most frequent one's first, or of a stream the first one's;
-    missing ids have one, too."""
+    """Text of an id, None of missing ones -> its row, by frequency, or of a stream as they come."""
     texts = (None, *ids.texts)
     if is_train is None:
         codes = pd.unique(ids.codes)
@@ -492,7 +472,6 @@ class Ids:
     codes: np.ndarray  # -1 where an entry is missing
     texts: Sequence[str]  # of each code
     lengths: np.ndarray  # entries of each row
-    spellings: tuple[str, ...] = ()  # two texts that are one id
 
 
 def ids_of(column: pd.Series) -> Ids:
@@ -514,17 +493,7 @@ def ids_of(column: pd.Series) -> Ids:
     if values.dtype.kind == "f":
         values = values.to_numpy()  # as Python's floats, those of float32 would have other digits
     of_values, texts = pd.factorize(np.array([text_of(value) for value in values], dtype=object))
-    lengths = np.ones(len(column), np.int64)
-    return Ids(np.append(of_values, -1)[codes], texts, lengths, _spellings(values, of_values))
-
-
-def _spellings(values: Sequence[Any], codes: np.ndarray) -> tuple[str, ...]:
-    """The first two texts, if any, that are one id though they differ in more than space."""
-    firsts: dict[int, str] = {}
-    for code, value in zip(codes.tolist(), values, strict=True):
-        if isinstance(value, str) and firsts.setdefault(code, value).strip() != value.strip():
-            return firsts[code], value
-    return ()
+    return Ids(np.append(of_values, -1)[codes], texts, np.ones(len(column), np.int64))
 
 
 def text_of(value: Any) -> str | None:
@@ -580,7 +549,7 @@ def id_bags_of(column: pd.Series) -> Ids:
         raise ValueError(describe(place, "lists of ids", "lists of lists", "flatten")) from error
     is_id = ids.codes >= 0
     lengths = np.bincount(entries.index.to_numpy()[is_id], minlength=len(column))
-    return Ids(ids.codes[is_id], ids.texts, lengths, ids.spellings)
+    return Ids(ids.codes[is_id], ids.texts, lengths)
 
 
 def _check_form(bags: Sequence[str], name: str) -> None:
@@ -709,13 +678,12 @@ def recipe_from_frame(
     check_known("model", model, MODELS)
     dim = EMBEDDING_DIM if embedding_dim is None else embedding_dim
     check(dim >= 1, "embedding_dim", "an integer >= 1", dim)
-    columns: Any = {"label": label, "dense": dense, "ids": ids, "bags": bags}
-    columns |= {"time": time, "batch_size": batch_size}
+    roles = Roles(label, dense, ids, bags, time)
     data: FrameSplits | FrameStream
     if is_stream:
-        data = stream_of_frame(frame, **columns, encoder=encoder)
+        data = stream_of_frame(frame, roles, batch_size, encoder)
     else:
-        data = DataSplits.from_frame(frame, **columns, seed=seed)
+        data = splits_of_frame(frame, roles, batch_size, seed)
     encoder = replace(data.encoder, model=model, embedding_dim=dim)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

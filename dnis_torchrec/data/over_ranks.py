@@ -1,5 +1,4 @@
-"""Splits a recipe's data over ranks, each of which takes its slice of every batch; one pass over
-the data before anything is trained, which counts and checks it."""
+"""Splits a recipe's data over ranks, and counts and checks it before anything is trained."""
 
 from __future__ import annotations
 
@@ -49,7 +48,6 @@ class JoinedBatches(CutBatches):
     def __init__(self, train: Iterable[Batch], validation: Iterable[Batch]) -> None:
         super().__init__(train)
         self._validation, self._sizes = validation, list[int]()
-        self.is_split_over_ranks = getattr(train, "is_split_over_ranks", False)
 
     def __iter__(self) -> Iterator[Batch]:
         parts, epoch = (self._batches, self._validation), getattr(self, "epoch", None)
@@ -108,10 +106,6 @@ class RankBatches(CutBatches):
     def __iter__(self) -> Iterator[Batch]:
         return self._slices(self._use)
 
-    def to_measure(self) -> RankBatches:
-        """Slices for a pass that trains nothing."""
-        return RankBatches(self._batches, self._ranks, self._name, MEASURE)
-
     def each_sample(self) -> Iterator[Batch]:
         """Slices that leave nothing out."""
         return self._slices(COUNT)
@@ -152,7 +146,9 @@ def all_samples(batches: Iterable[Batch]) -> Iterable[Batch]:
 
 def samples_to_measure(batches: Iterable[Batch]) -> Iterable[Batch]:
     """What this rank measures a model on, of a split that is learned on. Local."""
-    return batches.to_measure() if isinstance(batches, RankBatches) else batches
+    if not isinstance(batches, RankBatches):
+        return batches
+    return RankBatches(batches._batches, batches._ranks, batches._name, MEASURE)
 
 
 def check_same(data: DataSplits, ranks: Ranks) -> None:

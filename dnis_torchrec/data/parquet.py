@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +22,7 @@ from torchrec.datasets.utils import Batch
 from dnis_torchrec.blocks.hashing import MISSING_ROW, rows_of_values, spread
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.data.batches import CLEAN, SPLIT_RATIOS, Bags, features_of_samples
-from dnis_torchrec.data.recipe import DataSplits
+from dnis_torchrec.data.recipe import SPLITS, DataSplits
 from dnis_torchrec.data.urls import Address, storage
 from dnis_torchrec.ranks import rank_of, world_size_of
 
@@ -46,9 +46,8 @@ class FileSchema:
     list_separator: str = "|"  # between the ids of a bag that is text; an empty piece is no id
 
     def __post_init__(self) -> None:
-        check(
-            bool(self.num_embeddings), "FileSchema", "a feature in single_id or multi_hot", "none"
-        )
+        has_any, requirement = bool(self.num_embeddings), "a feature in single_id or multi_hot"
+        check(has_any, "FileSchema", requirement, "none")
         twice = sorted(set(self.single_id) & set(self.multi_hot))
         check(not twice, "FileSchema.multi_hot", "features that single_id lacks", twice)
         for name, rows in self.num_embeddings.items():
@@ -237,16 +236,16 @@ class FileBatches:
         first, last = (self.num_samples * r // world_size for r in (rank, rank + 1))
         return first + (last - first) * batches // len(self)
 
-    def _pieces(self, epoch: int, begin: int, end: int) -> list[tuple[int, int, int]]:
-        """Where the samples from begin to before end are: (chunk, first, last) of each."""
-        order = np.arange(len(self._counts))
+    def _tables(self, epoch: int, begin: int, end: int) -> Iterator[pa.Table]:
+        """The samples from begin to before end of an epoch's order."""
+        order, start = np.arange(len(self._counts)), 0
         if self._shuffle:
             order = np.random.default_rng((self._seed, epoch, 0)).permutation(order)
-        ends = np.cumsum(self._counts[order])
-        starts = ends - self._counts[order]
-        firsts, lasts = np.maximum(starts, begin) - starts, np.minimum(ends, end) - starts
-        pieces = zip(order.tolist(), firsts.tolist(), lasts.tolist(), strict=True)
-        return [piece for piece in pieces if piece[1] < piece[2]]
+        for chunk in order.tolist():
+            first, last = max(begin - start, 0), min(end - start, self._counts[chunk])
+            if first < last:
+                yield from self._samples.read(chunk, self._part, first, last)
+            start += self._counts[chunk]
 
     def __iter__(self) -> Iterator[Batch]:
         self.epoch += 1
@@ -260,11 +259,7 @@ class FileBatches:
 
     def _batches(self, epoch: int) -> Iterator[Batch]:
         bounds = self._bounds()
-        tables = (
-            table
-            for piece in self._pieces(epoch, bounds[0], bounds[-1])
-            for table in self._samples.read(piece[0], self._part, *piece[1:])
-        )
+        tables = self._tables(epoch, bounds[0], bounds[-1])
         rest = next(tables)
         for window, first in enumerate(range(0, len(self), self._window_batches)):
             ends = bounds[first : first + self._window_batches + 1]
@@ -282,12 +277,10 @@ class FileBatches:
     def _batch(self, samples: pa.RecordBatch) -> Batch:
         schema, columns = self._samples.schema, samples.columns
         num_dense, num_single = len(schema.dense), len(schema.single_id)
-        lists = columns[1 + num_dense + num_single :]
-        bags = [
-            Bags.of_lengths(_tensor(of.flatten()), _tensor(pc.list_value_length(of)))
-            for of in lists
-        ]
-        labels, *rows = (_tensor(column) for column in columns[: len(columns) - len(lists)])
+        num_plain = 1 + num_dense + num_single
+        ids_of_bags = [(_tensor(c.flatten()), pc.list_value_length(c)) for c in columns[num_plain:]]
+        bags = [Bags.of_lengths(ids, _tensor(lengths)) for ids, lengths in ids_of_bags]
+        labels, *rows = (_tensor(column) for column in columns[:num_plain])
         none = torch.empty(len(labels), 0)
         dense = torch.stack(rows[:num_dense], dim=1) if num_dense else none
         ids = torch.stack(rows[num_dense:], dim=1) if num_single else none
@@ -299,13 +292,12 @@ def split_files(
     samples: FileSamples, *, batch_size: int, seed: int, fractions: Sequence[float] = SPLIT_RATIOS
 ) -> DataSplits:
     """The four disjoint parts of a search, all split off the same files."""
-    train, validation, selection, test = (
-        FileBatches(
-            samples, part=part, batch_size=batch_size, seed=seed, shuffle=learns, drop_last=learns
-        )
-        for part, learns in zip(cut(fractions, seed=seed), (True, True, False, False), strict=True)
-    )
-    return DataSplits(train=train, validation=validation, selection=selection, test=test)
+    splits: dict[str, Any] = {}
+    for name, part in zip(SPLITS, cut(fractions, seed=seed), strict=True):
+        learns = name in ("train", "validation")
+        how: Any = {"batch_size": batch_size, "seed": seed, "shuffle": learns, "drop_last": learns}
+        splits[name] = FileBatches(samples, part=part, **how)
+    return DataSplits(**splits)
 
 
 def _unreadable(place: str, error: Exception) -> str:

@@ -1,5 +1,4 @@
-"""Recipe: the model, data and loss that a user brings. The plug-in knows nothing else about a
-model."""
+"""Recipe: the model, data and loss that a user brings."""
 
 from __future__ import annotations
 
@@ -120,9 +119,9 @@ class DataSplits:
             >>> splits.encoder.num_embeddings, next(iter(splits.test)).sparse_features.keys()
             ({'user': 5, 'tags': 2}, ['user', 'tags'])
         """
-        from dnis_torchrec.data.frames import splits_of_frame  # which needs this module
+        from dnis_torchrec.data.frames import Roles, splits_of_frame  # which needs this module
 
-        return splits_of_frame(frame, label, dense, ids, bags, time, batch_size, seed)
+        return splits_of_frame(frame, Roles(label, dense, ids, bags, time), batch_size, seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,11 +171,8 @@ class Recipe:
         check(is_iterable, "Recipe.data", "DataSplits or an iterable of batches", kind)
         if not isinstance(self.loss, Task):  # of other losses nobody knows the kind of predictions
             is_fit = isinstance(self.loss, nn.MSELoss | nn.BCEWithLogitsLoss)
-            requirement, kind = (
-                "nn.MSELoss, nn.BCEWithLogitsLoss or a Task",
-                type(self.loss).__name__,
-            )
-            check(is_fit, "Recipe.loss", requirement, kind)
+            requirement = "nn.MSELoss, nn.BCEWithLogitsLoss or a Task"
+            check(is_fit, "Recipe.loss", requirement, type(self.loss).__name__)
             reduction = self.loss.reduction
             check(reduction == "mean", "Recipe.loss", "reduction 'mean'", repr(reduction))
         check_kinds(self.task)
@@ -238,13 +234,9 @@ def errors_of_recipe(spec: str) -> Iterator[None]:
             text = current.msg if isinstance(current, SyntaxError) else str(current)
             if isinstance(current, ValueError) and text.startswith(place):  # it says so itself
                 raise RecipeError(text) from error
-            stack = [
-                f for f in traceback.extract_tb(current.__traceback__) if _is_users(f.filename)
-            ]
-            lines = [
-                f"{type(current).__name__}: {text}".rstrip(": "),
-                *traceback.format_list(stack),
-            ]
+            stack = traceback.extract_tb(current.__traceback__)
+            lines = [f"{type(current).__name__}: {text}".rstrip(": ")]
+            lines += traceback.format_list([line for line in stack if _is_users(line.filename)])
             if isinstance(current, SyntaxError):
                 lines += traceback.format_exception_only(current)[:-1]
             reasons.append("\n".join(line.rstrip("\n") for line in lines))

@@ -8,6 +8,7 @@ import json
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, TypedDict
 
 import torch
@@ -26,8 +27,7 @@ from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.data.task import check_samples
 from dnis_torchrec.ranks import Ranks, together, world_size_of
 
-RECENT_SAMPLES = 1 << 16
-"""Samples at most that a run keeps, its newest: a later compression measures on them."""
+RECENT_SAMPLES = 1 << 16  # at most of the newest that a run keeps: a later compression needs them
 _PLACE = "training stream"
 
 
@@ -60,11 +60,10 @@ class StreamSummary:
 
 
 class Stream(Iterator[Batch]):
-    """This rank's parts of a recipe's stream. A batch counts once a step has trained on it.
+    """This rank's parts of a recipe's stream. A batch counts once a step has trained on it."""
 
-    Every rank reads the stream and takes its slice of every batch; one that has
-    `is_split_over_ranks` gives each rank batches of its own. One reduction of four numbers a batch.
-    """
+    # Every rank reads the stream and takes its slice of every batch; one that has
+    # `is_split_over_ranks` gives each rank batches of its own. One reduction of four numbers each.
 
     def __init__(
         self,
@@ -259,7 +258,8 @@ class Stream(Iterator[Batch]):
             parts |= {f"recent/{name}": tensor for name, tensor in tensors.items()}
         if self._latest is not None and self._latest.source is not None:
             place = f"{_PLACE}, its state_dict"
-            parts["source"] = _text_tensor(_as_json(self._latest.source, place))
+            text = bytearray(_as_json(self._latest.source, place).encode())
+            parts["source"] = torch.frombuffer(text, dtype=torch.uint8)
         return parts
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -276,16 +276,15 @@ class Stream(Iterator[Batch]):
             self._counts[name].copy_(tensors[f"counts/{name}"])
         self._longest, self._num_samples = Counter(state["longest"]), state["samples"]
         if state["recent"] is not None:
-            parts = {
-                k.removeprefix("recent/"): v for k, v in tensors.items() if k.startswith("recent/")
-            }
+            keys = [key for key in tensors if key.startswith("recent/")]
+            parts = {key.removeprefix("recent/"): tensors[key] for key in keys}
             self._recent = deque(batches_of_tensors(parts, state["recent"]))
             self._num_recent = sum(len(batch.labels) for batch in self._recent)
         self._num_given, source = step, tensors.get("source")
         if source is not None and hasattr(self._source, "load_state_dict"):
             content = source.numpy().tobytes()
-            of_source = parse_json(content, dict[str, Any], f"{_PLACE} of the checkpoint")
-            self._source.load_state_dict(_of_json(of_source))
+            parse_json(content, dict[str, Any], f"{_PLACE} of the checkpoint")
+            self._source.load_state_dict(json.loads(content, object_hook=_tensor_or_dict))
             self._iterator, self._pending, self._num_read = None, None, state["batches"]
             return
         first, self._pending = self._pending, None
@@ -317,20 +316,12 @@ def _as_json(state: Mapping[str, Any], place: str) -> str:
     return json.dumps(state, default=of_other)
 
 
-def _of_json(value: Any) -> Any:
-    """The inverse, whose tuples are lists."""
-    if isinstance(value, list):
-        return [_of_json(part) for part in value]
-    if not isinstance(value, dict):
+def _tensor_or_dict(value: dict[str, Any]) -> Any:
+    """What an object of that JSON stands for."""
+    if [*value] != [_TENSOR]:
         return value
-    if [*value] == [_TENSOR]:
-        kind, numbers = value[_TENSOR]
-        return torch.tensor(numbers, dtype=getattr(torch, kind))
-    return {name: _of_json(part) for name, part in value.items()}
-
-
-def _text_tensor(text: str) -> Tensor:
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    kind, numbers = value[_TENSOR]
+    return torch.tensor(numbers, dtype=getattr(torch, kind))
 
 
 # Batches as tensors in a file
@@ -393,19 +384,15 @@ def batches_of_tensors(tensors: Mapping[str, Tensor], text: str) -> list[Batch]:
     is_fit = isinstance(kind, type) and dataclasses.is_dataclass(kind)
     check(is_fit, place, f"class {form['kind']} of the recipe", "none", "name the run's recipe")
     sizes = tensors["sizes"].tolist()
-    parts: dict[str, Any] = {field.name: None for field in dataclasses.fields(kind) if field.init}  # type: ignore[arg-type]
-    for name in parts:
-        parts[name] = tensors.get(f"of/{name}")
-        if name in form["keys"]:
-            parts[name] = KeyedJaggedTensor(
-                keys=form["keys"][name],
-                values=tensors.get(f"values/{name}", torch.zeros(0, dtype=torch.int64)),
-                weights=tensors.get(f"weights/{name}"),
-                lengths=tensors[f"lengths/{name}"],
-                stride=sum(sizes),
-            )
-    whole, first, batches = kind(**parts), 0, []  # type: ignore[misc]
-    for size in sizes:
-        batches.append(slice_of(whole, first, first + size))
-        first += size
-    return batches
+    names = [field.name for field in dataclasses.fields(kind) if field.init]  # type: ignore[arg-type]
+    parts: dict[str, Any] = {name: tensors.get(f"of/{name}") for name in names}
+    for name in form["keys"].keys() & parts:
+        parts[name] = KeyedJaggedTensor(
+            keys=form["keys"][name],
+            values=tensors.get(f"values/{name}", torch.zeros(0, dtype=torch.int64)),
+            weights=tensors.get(f"weights/{name}"),
+            lengths=tensors[f"lengths/{name}"],
+            stride=sum(sizes),
+        )
+    whole = kind(**parts)  # type: ignore[misc]
+    return [slice_of(whole, *span) for span in pairwise(accumulate(sizes, initial=0))]

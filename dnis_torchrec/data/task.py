@@ -402,11 +402,9 @@ def check_predictions(task: Task, batch: Batch, outputs: Any, place: str) -> dic
     predictions, kinds = task.predictions(batch, outputs), task.kinds_of(batch)
     where, requirement = f"{place}, task {type(task).__name__}", f"the predictions {list(kinds)}"
     check(set(predictions) == set(kinds), where, requirement, list(predictions))
-    number = len(batch.labels)
+    places = {name: f"{place}, prediction {name!r}" if name else place for name in kinds}
     return {
-        name: check_prediction(
-            predictions[name], kind, number, f"{place}, prediction {name!r}" if name else place
-        )
+        name: check_prediction(predictions[name], kind, len(batch.labels), places[name])
         for name, kind in kinds.items()
     }
 

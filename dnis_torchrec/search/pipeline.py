@@ -240,7 +240,7 @@ class BilevelTrainPipeline(SavedTrainPipeline, PrefetchingTrainPipeline):
         ):
             loss, output = self._model(batch)
             gradients = first_order_gradient(loss, self.alpha)
-            self._share(loss, gradients, hits, self._guard.flags(loss))
+            self._share(loss, gradients, hits, self._guard.flags(loss.detach().isfinite().all()))
         return loss, output
 
     def _backward(self, losses: Tensor) -> None:

@@ -1,8 +1,4 @@
-"""What a run is made of, and its checkpoints: a safetensors file a rank and a manifest.
-
-A run may go on with other ranks. A checkpoint is whole when its manifest is there, which is written
-last; nothing is unpickled.
-"""
+"""What a run is made of, and its checkpoints: a safetensors file a rank, and a manifest last."""
 
 from __future__ import annotations
 
@@ -68,8 +64,7 @@ class CheckpointWriteError(RuntimeError):
 
 # What a run is made of, live
 
-ITERATIONS = "fused/iterations"
-"""Key of the number of steps that fused kernels have counted."""
+ITERATIONS = "fused/iterations"  # key of the number of steps that fused kernels have counted
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,10 +86,8 @@ class PlacedTensor:
     def of(value: Tensor | ShardedTensor) -> PlacedTensor:
         """A tensor that every rank holds whole, or the local shards of a sharded one."""
         if isinstance(value, ShardedTensor):
-            chunks = (
-                Chunk(tuple(shard.metadata.shard_offsets), shard.tensor.detach())
-                for shard in value.local_shards()
-            )
+            shards = value.local_shards()
+            chunks = (Chunk(tuple(s.metadata.shard_offsets), s.tensor.detach()) for s in shards)
             return PlacedTensor(tuple(value.metadata().size), tuple(chunks))
         whole = value.detach().view(1) if value.dim() == 0 else value.detach()
         return PlacedTensor(tuple(whole.shape), (Chunk((0,) * whole.dim(), whole),))
@@ -281,8 +274,7 @@ class StoredTensor:
     place: str
     shape: tuple[int, ...]
     chunks: tuple[StoredChunk, ...]
-    kind: str
-    """A dtype of torch, or in a word what else is there in place of numbers."""
+    kind: str  # a dtype of torch, or in a word what else is there in place of numbers
 
     @classmethod
     def of(cls, place: str, tensor: Tensor) -> StoredTensor:
@@ -381,24 +373,16 @@ class Manifest:
         tables = {name: TableDescription(**table) for name, table in head["tables"].items()}
         return Manifest(**{**head, "tables": tables})
 
-    def stored(
-        self, folder: Address, path_of: Callable[[str], Path] | None = None
-    ) -> dict[str, StoredTensor]:
-        """The tensors, not read yet, in files of the folder or at `path_of` their name."""
-        path_of = path_of or (lambda name: Path(path_in(folder, name)))
+    def stored(self, folder: Address) -> dict[str, StoredTensor]:
+        """The tensors, not read yet, in files of the folder."""
+        path_of = cache(lambda name: fetch(path_in(folder, name)))
         tensors: dict[str, StoredTensor] = {}
         for key, entry in self.tensors.items():
-            chunks = [
-                StoredChunk(
-                    tuple(chunk["offset"]),
-                    tuple(chunk["size"]),
-                    partial(_open, path_of, chunk["file"], _chunk_name(key, chunk["offset"])),
-                )
-                for chunk in entry["chunks"]
-            ]
-            place = f"checkpoint {folder}, {key}"
-            size, kind = tuple(entry["size"]), entry["dtype"]
-            tensors[key] = StoredTensor(place, size, tuple(chunks), kind)
+            place, chunks = f"checkpoint {folder}, {key}", []
+            for chunk in entry["chunks"]:
+                read = partial(_open, path_of, chunk["file"], _chunk_name(key, chunk["offset"]))
+                chunks.append(StoredChunk(tuple(chunk["offset"]), tuple(chunk["size"]), read))
+            tensors[key] = StoredTensor(place, tuple(entry["size"]), tuple(chunks), entry["dtype"])
         return tensors
 
 
@@ -434,16 +418,13 @@ def _check_fits(
     place: str,
 ) -> None:
     """Checks that a checkpoint is one of the same tables, blocks, weights and optimizers. Local."""
-    sizes_then = {key: tuple(entry["size"]) for key, entry in manifest.tensors.items()}
-    past, now = _facts(manifest.tables, sizes_then), _facts(tables, sizes)
-    differences = [
-        f"{name}: {past.get(name, 'none')} instead of {now.get(name, 'none')}"
-        for name in sorted({*past, *now})
-        if past.get(name) != now.get(name)
-    ]
-    text = "; ".join(differences[:8])  # one error names no more
+    past_sizes = {key: tuple(entry["size"]) for key, entry in manifest.tensors.items()}
+    past, now = _facts(manifest.tables, past_sizes), _facts(tables, sizes)
+    names = [name for name in sorted({*past, *now}) if past.get(name) != now.get(name)]
+    differences = [f"{n}: {past.get(n, 'none')} instead of {now.get(n, 'none')}" for n in names[:8]]
+    text = f"one with {'; '.join(differences)}"
     remedy = "resume with recipe, data, settings and, for row-wise optimizers, ranks of the run"
-    check(not differences, place, "a checkpoint of this run", f"one with {text}", remedy)
+    check(not names, place, "a checkpoint of this run", text, remedy)
 
 
 def _facts(
@@ -522,15 +503,12 @@ class CheckpointFolder:
         for other in set(files) - {*sorted(files)[-self._keep_last :], *keep}:
             self._remove(other, files[other])
 
-    def keep_latest(self) -> None:
-        """Removes all checkpoints but the last one."""
-        for step in self.steps()[:-1]:
-            self._remove(step, self._files()[step])
-
-    def remove(self) -> None:
-        """Removes all checkpoints."""
+    def remove(self, *, but_latest: bool = False) -> None:
+        """Removes all checkpoints, or all but the last whole one."""
+        latest = self.steps()[-1:] if but_latest else []
         for step, names in self._files().items():
-            self._remove(step, names)
+            if step not in latest:
+                self._remove(step, names)
         if self._here is not None:
             with suppress(OSError):
                 self._here.rmdir()
@@ -609,23 +587,14 @@ def _write(
     process_group: dist.ProcessGroup | None,
 ) -> Manifest:
     """Writes the files of all ranks; what several hold, the first of them writes."""
-    rank = rank_of(process_group)
-    chunks = {
-        _chunk_name(key, chunk.offset): (key, value.size, chunk)
-        for key, value in state.tensors.items()
-        for chunk in value.chunks
-        if chunk.tensor.numel()
-    }
-    local = {
-        name: (rank, key, size, chunk.offset, chunk.tensor.shape, dtype_name(chunk.tensor))
-        for name, (key, size, chunk) in chunks.items()
-    }
+    rank, part, local = rank_of(process_group), {}, {}
+    for key, value in state.tensors.items():
+        for chunk in (chunk for chunk in value.chunks if chunk.tensor.numel()):
+            name, tensor = _chunk_name(key, chunk.offset), chunk.tensor
+            part[name] = tensor
+            local[name] = rank, key, value.size, chunk.offset, tensor.shape, dtype_name(tensor)
     of_ranks = union_over_ranks(local, process_group)
-    part = {
-        name: chunk.tensor.contiguous()
-        for name, (_, _, chunk) in chunks.items()
-        if of_ranks[name][0] == rank
-    }
+    part = {name: part[name].contiguous() for name in part if of_ranks[name][0] == rank}
     with together(process_group):
         file = folder.add(step, rank, partial(save_file, part))
     files = union_over_ranks({str(rank): file}, process_group)
@@ -653,8 +622,7 @@ def read_checkpoint(
     kinds: tuple[str, ...] = (),
     is_plain: bool = False,
 ) -> Mapping[str, Any]:
-    """Copies a checkpoint, of any sharding, into live tensors of a model and what trains it. One
-    that `is_plain` has no blocks and no alpha: those of the model stay."""
+    """Copies a checkpoint, of any sharding, into live tensors; a plain one leaves alpha alone."""
     with together(process_group):
         manifest = Manifest.read(path)
     entries = {k: v for k, v in manifest.tensors.items() if not kinds or k.split("/")[0] in kinds}
@@ -667,7 +635,7 @@ def read_checkpoint(
     # From the same facts on all ranks.
     _check_fits(manifest, tables, sizes, f"checkpoint {path}")
     with together(process_group):
-        parts = manifest.stored(path, cache(lambda name: fetch(path_in(path, name))))
+        parts = manifest.stored(path)
         for key, value in tensors.items():
             for chunk in value.chunks if key in parts else ():
                 parts[key].copy_to_(chunk.tensor, chunk.offset)
@@ -677,7 +645,7 @@ def read_checkpoint(
 
 def tensors_under(path: Address, prefix: str) -> dict[str, Tensor]:
     """Reads the tensors whose keys begin with a prefix, which their names then lack. Local."""
-    parts = Manifest.read(path).stored(path, cache(lambda name: fetch(path_in(path, name))))
+    parts = Manifest.read(path).stored(path)
     keys = (key for key in parts if key.startswith(prefix))
     # A copy: they outlive the file that they are mapped from.
     return {key.removeprefix(prefix): parts[key].whole().clone() for key in keys}

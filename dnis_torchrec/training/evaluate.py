@@ -17,24 +17,9 @@ from torchrec.metrics.ne import compute_ne, get_ne_states
 
 from dnis_torchrec.allocation.gains import losses_of_parts
 from dnis_torchrec.checks import check, describe
+from dnis_torchrec.data import task as tasks
 from dnis_torchrec.data.batches import for_lookup
 from dnis_torchrec.data.recipe import Recipe
-from dnis_torchrec.data.task import (
-    BINARY,
-    LOSS,
-    METRICS,
-    RANKING,
-    RANKING_KS,
-    REGRESSION,
-    Outputs,
-    Predictions,
-    Task,
-    check_candidates,
-    check_predictions,
-    direction_of,
-    metric_name,
-    task_of,
-)
 from dnis_torchrec.ranks import progress_bar, world_size_of
 from dnis_torchrec.selection.torchrec import read_by_name_
 from dnis_torchrec.training.pipeline import REMEDY, NonFiniteError
@@ -44,7 +29,7 @@ _PLACE = "evaluation split"
 
 def predict(
     model: nn.Module, batches: Iterable[Batch], device: torch.device
-) -> Iterator[tuple[Batch, Tensor, Tensor, Outputs]]:
+) -> Iterator[tuple[Batch, Tensor, Tensor, tasks.Outputs]]:
     """(batch, loss, loss of the data alone, outputs) of a model in evaluation mode."""
     was_training = model.training
     model.eval()
@@ -63,12 +48,12 @@ def evaluate(
 ) -> dict[str, float]:
     """Metrics of a model on a split, over all ranks."""
     read_by_name_(model, refuse_weights=None)
-    task, metrics = task_of(task), None
+    task, metrics = tasks.task_of(task), None
     bar = progress_bar(batches, "evaluating", delay=1)
     for batch, _, value, outputs in predict(model, bar, device):
         if metrics is None:
             metrics = SampleMetrics(task.kinds_of(batch), device, _PLACE)
-        predictions = check_predictions(task, batch, outputs, _PLACE)
+        predictions = tasks.check_predictions(task, batch, outputs, _PLACE)
         metrics.update(value, len(batch.labels), predictions)
     metrics = SampleMetrics({}, device, _PLACE) if metrics is None else metrics
     return metrics.compute()
@@ -85,26 +70,26 @@ class SampleMetrics:
             name: _METRIC_OF[kind]().to(device) for name, kind in kinds.items()
         }
 
-    def update(self, loss: Tensor, number: int, predictions: Mapping[str, Predictions]) -> None:
+    def update(self, loss: Tensor, number: int, by_name: Mapping[str, tasks.Predictions]) -> None:
         """Adds samples: their mean loss, or that of each, and what was predicted for them."""
         self._num_samples += number
         if number:  # the mean of none is NaN
             self._loss.update(loss, weight=number / loss.numel())
-        for name, of_name in predictions.items():
-            by = of_name.queries if self._kinds[name] == RANKING else of_name.weights
+        for name, of_name in by_name.items():
+            by = of_name.queries if self._kinds[name] == tasks.RANKING else of_name.weights
             self._metrics[name].update(of_name.values, of_name.labels, by)
 
     def compute(self) -> dict[str, float]:
         """Metric -> value, those that are defined."""
         number = self._num_samples
         check(number > 0, self._place, "at least one sample", "none", "check the data splits")
-        total = {LOSS: float(self._loss.compute())}
-        if not math.isfinite(total[LOSS]):
+        total = {tasks.LOSS: float(self._loss.compute())}
+        if not math.isfinite(total[tasks.LOSS]):
             raise NonFiniteError(describe(self._place, "finite predictions", "nan or inf", REMEDY))
         for name, of_name in self._metrics.items():
             all_values = {metric: float(value) for metric, value in of_name.compute().items()}
             finite = {m: value for m, value in all_values.items() if not math.isnan(value)}
-            total |= {metric_name(name, metric): value for metric, value in finite.items()}
+            total |= {tasks.metric_name(name, metric): value for metric, value in finite.items()}
         return total
 
 
@@ -114,20 +99,20 @@ def selection_loss(model: nn.Module, recipe: Recipe, device: torch.device) -> fl
     requirement = f"Recipe.stop_on to be one of {', '.join(values)}"
     check(recipe.stop_on in values, "selection split", requirement, repr(recipe.stop_on))
     value = values[recipe.stop_on]
-    return -value if direction_of(recipe.task, recipe.stop_on) else value
+    return -value if tasks.direction_of(recipe.task, recipe.stop_on) else value
 
 
 def losses_in_words(recipe: Recipe, train_loss: float, selection_loss: float) -> str:
     """The losses of an epoch for users: the metric that the recipe stops on has its own sign."""
-    value = -selection_loss if direction_of(recipe.task, recipe.stop_on) else selection_loss
+    value = -selection_loss if tasks.direction_of(recipe.task, recipe.stop_on) else selection_loss
     return f"train loss {train_loss:.4f}, selection {recipe.stop_on} {value:.4f}"
 
 
 def primary_metric(task: nn.Module, test: Iterable[Batch] = ()) -> tuple[str, bool]:
     """The metric that a recipe is judged by."""
-    name, kind = next(iter(task_of(task).kinds_of(next(iter(test), None)).items()))
-    metric, is_higher_better = next(iter(METRICS[kind].items()))
-    return metric_name(name, metric), bool(is_higher_better)
+    name, kind = next(iter(tasks.task_of(task).kinds_of(next(iter(test), None)).items()))
+    metric, is_higher_better = next(iter(tasks.METRICS[kind].items()))
+    return tasks.metric_name(name, metric), bool(is_higher_better)
 
 
 _SMALLEST_PROBABILITY = 1e-12
@@ -234,7 +219,7 @@ class RankingMetrics(Metric):
     target: list[Tensor]
     queries: list[Tensor]
 
-    def __init__(self, ks: Sequence[int] = RANKING_KS) -> None:
+    def __init__(self, ks: Sequence[int] = tasks.RANKING_KS) -> None:
         super().__init__()
         check(bool(ks) and min(ks, default=0) >= 1, "RankingMetrics.ks", "cut-offs >= 1", ks)
         self._ks = tuple(ks)
@@ -253,7 +238,7 @@ class RankingMetrics(Metric):
     def compute(self) -> dict[str, Tensor]:
         """Metric -> mean over the queries so far."""
         queries = dim_zero_cat(self.queries)
-        check_candidates(queries, max(self._ks))
+        tasks.check_candidates(queries, max(self._ks))
         preds, target = dim_zero_cat(self.preds), dim_zero_cat(self.target)
         label, query, position = _ranked(preds, target, queries)
         num_queries = int(query[-1]) + 1
@@ -269,11 +254,8 @@ class RankingMetrics(Metric):
             reciprocal_rank = empty.scatter_reduce(0, query, hit / (position + 1), "amax")
             ideal = best_gains[num_positives.long().clamp(1, k) - 1]
             ndcg = empty.index_add(0, query, hit * discount) / ideal
-            values |= {
-                f"recall@{k}": recall.mean(),
-                f"mrr@{k}": reciprocal_rank.mean(),
-                f"ndcg@{k}": ndcg.mean(),
-            }
+            of_k = {"recall": recall, "mrr": reciprocal_rank, "ndcg": ndcg}
+            values |= {f"{name}@{k}": of_queries.mean() for name, of_queries in of_k.items()}
         return values
 
 
@@ -287,14 +269,17 @@ def _ranked(preds: Tensor, target: Tensor, queries: Tensor) -> tuple[Tensor, Ten
     return target[order], query, torch.arange(query.numel(), device=query.device) - first
 
 
-_METRIC_OF = {BINARY: ClickMetrics, REGRESSION: SquaredError, RANKING: RankingMetrics}
-LOSSES_PER_BATCH = 16
-"""Parts of a batch at most."""
+_METRIC_OF = {
+    tasks.BINARY: ClickMetrics,
+    tasks.REGRESSION: SquaredError,
+    tasks.RANKING: RankingMetrics,
+}
+LOSSES_PER_BATCH = 16  # parts of a batch at most
 
 
 @torch.no_grad()
 def part_losses(
-    model: nn.Module, batches: Iterable[Batch], task: Task, device: torch.device
+    model: nn.Module, batches: Iterable[Batch], task: tasks.Task, device: torch.device
 ) -> Tensor:
     """``(P, 2)``: samples and loss of the parts of every batch of a split, as a model has them."""
     values = [torch.zeros(0, 2, dtype=torch.float64)]

@@ -1,5 +1,4 @@
-"""ONE loop of training: phases of epochs until the selection loss stops improving, and back to the
-best one. With a folder it saves itself as it goes."""
+"""ONE loop of training: phases of epochs, each back to its best one; it saves itself."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypedDict, cast
 
 import torch
@@ -46,14 +45,10 @@ from dnis_torchrec.training.settings import Saving
 from dnis_torchrec.training.shard import flushing_denormals
 from dnis_torchrec.training.weights import fill_state_
 
-STREAM_CHECKPOINT_STEPS = 5_000
-"""Steps of a stream, which has no epochs, between two checkpoints."""
-MOST_RECORDS = 400
-"""Records of a stream's history; then every second one goes."""
-STOP_INTERVAL = 8
-"""Steps after which several ranks ask each other whether one was told to stop."""
-PLAIN = "plain"
-"""Name of the phase of a plain training."""
+STREAM_CHECKPOINT_STEPS = 5_000  # steps of a stream, which has no epochs, between two checkpoints
+MOST_RECORDS = 400  # records of a stream's history; then every second one goes
+STOP_INTERVAL = 8  # steps after which several ranks ask each other whether one was told to stop
+PLAIN = "plain"  # name of the phase of a plain training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +62,7 @@ class EpochRecord:
     selection_loss: float
     alpha_mean: float = 1.0
     alpha_density: float = 1.0
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Of a stream: those of the window, whose loss is `selection_loss`, too."""
+    metrics: dict[str, float] = field(default_factory=dict)  # of a stream: those of the window
 
     def line(self) -> dict[str, Any]:
         """The record as results have it."""
@@ -175,13 +169,11 @@ class SearchValues(TypedDict):
 
 
 class TrainLoop:
-    """Trains a model, and evaluates it after every epoch, until the last phase of its plan.
+    """Trains a model, and evaluates it after every epoch, until the last phase of its plan."""
 
-    With a folder for checkpoints, a run that was killed continues to the same result. Without one,
-    the best epoch is kept in memory. Without a stream, an epoch is a pass over the training split.
-    With `progressive` the stream is read once: an epoch is the steps between two reports, and what
-    progressive validation says of them takes the place of the selection split.
-    """
+    # Without a folder for checkpoints the best epoch is kept in memory. Without a stream an epoch
+    # is a pass over the training split. With `progressive` it is the steps between two reports,
+    # and progressive validation takes the place of the selection split.
 
     def __init__(
         self,
@@ -288,9 +280,8 @@ class TrainLoop:
                 self.progressive.note(output, is_lower=is_lower)
             if is_lower:
                 # Over the ranks, so that a step counts as much on another number of them.
-                share = torch.stack(
-                    [loss.detach().double(), torch.ones_like(loss, dtype=torch.float64)]
-                )
+                ones = torch.ones_like(loss, dtype=torch.float64)
+                share = torch.stack([loss.detach().double(), ones])
                 self._losses += share / world_size_of(pipeline.process_group)
                 self._plan.after_step(phase, pipeline.lower_steps - first)
                 # Whoever listens hears of it; on a GPU, which that would stop, with the next step.
@@ -337,9 +328,8 @@ class TrainLoop:
         if is_better:
             self._best = Best(epoch=epoch, step=self._steps, lower_step=record.step, loss=loss)
         is_last = record.step - self._first_step >= phase.steps or self._epoch >= phase.epochs
-        self._is_over = is_last or (
-            phase.patience is not None and epoch - self._best.epoch >= phase.patience
-        )
+        patience = math.inf if phase.patience is None else phase.patience
+        self._is_over = is_last or epoch - self._best.epoch >= patience
         is_due, every = True, self._settings.checkpoint_every
         if self.progressive is not None:
             self._is_over |= self.progressive.stream.is_over
@@ -410,11 +400,8 @@ class TrainLoop:
         }
         of_rank = {f"rank{rank_of()}/losses": self._losses}
         of_rank |= {} if self.progressive is None else self.progressive.tensors()
-        whole = TrainingState(
-            tensors={**state.tensors, **{k: PlacedTensor.of(t) for k, t in of_rank.items()}},
-            tables=state.tables,
-            values={**state.values, "search": entries},
-        )
+        tensors = {**state.tensors, **{key: PlacedTensor.of(t) for key, t in of_rank.items()}}
+        whole = replace(state, tensors=tensors, values={**state.values, "search": entries})
         best = [phase.best.step for phase in self.finished]
         saver = cast(CheckpointSaver, self._saver)
         saver.save(self._steps, whole, keep=(self._best.step, *best))
@@ -432,10 +419,8 @@ class TrainLoop:
         self._epoch, self._is_over = entries["epoch"], entries["is_over"]
         self.seconds_before = entries["seconds"]
         self._best = Best(**entries["best"] or {})
-        self.finished = [
-            FinishedPhase(**phase | {"best": Best(**phase["best"])})
-            for phase in entries["finished"]
-        ]
+        phases = [phase | {"best": Best(**phase["best"])} for phase in entries["finished"]]
+        self.finished = [FinishedPhase(**phase) for phase in phases]
         self.history = [EpochRecord(**record) for record in entries["history"]]
         self._events.on_resume(self._pipeline.lower_steps, tuple(self.history))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,18 +18,7 @@ from dnis_torchrec.ranks import Ranks, on_rank_zero
 from dnis_torchrec.selection.shards import collections, local_shards, table_weight_names
 from dnis_torchrec.selection.torchrec_inputs import DetachableTrainPipeline
 from dnis_torchrec.selection.wrapper import soft_selection_modules
-from dnis_torchrec.training.checkpoint import (
-    Manifest,
-    PlacedTensor,
-    TrainingState,
-    describe_tables,
-    model_tensors,
-    optimizer_tensors,
-    read_checkpoint,
-    rng_tensors,
-    set_rng_,
-    warm_up_,
-)
+from dnis_torchrec.training import checkpoint
 
 Reader = Callable[[Tensor], None]
 
@@ -76,10 +65,7 @@ class FiniteGuard:
     """Checks losses and gradients of a model, prepared or not."""
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-        self._ranks = ranks = Ranks(group)
-        # Flags of ranks are read with what they are about.
-        self._num_flags = ranks.world_size if ranks.world_size > 1 else 0
-        self._late = LateValues()
+        self._ranks, self._late = Ranks(group), LateValues()
         self._collections = collections(model)
         self._wrappers = soft_selection_modules(model)
         of_tables = table_weight_names(model)
@@ -93,17 +79,18 @@ class FiniteGuard:
         """Reads earlier checks of a GPU, before a state is saved, evaluated or left."""
         self._late.settle()
 
-    def flags(self, value: Tensor) -> Tensor:
+    def flags(self, is_finite: Tensor) -> Tensor:
         """Flags this rank if it holds a NaN or an infinity, for a sum over ranks."""
-        return self._flags(torch.isfinite(value.detach()).all())
+        flags = torch.zeros(self._ranks.world_size, device=is_finite.device)
+        flags[self._ranks.rank] = ~is_finite
+        return flags
 
     def check_loss(self, loss: Tensor, place: str, flags: Tensor | None = None) -> None:
         """Checks a loss, on all ranks alike, and before that reads earlier checks of a GPU."""
         self.settle()
         values = loss.detach().flatten()
-        if self._num_flags:
-            flags = self._summed(self.flags(loss)) if flags is None else flags
-            values = torch.cat([flags, values.to(flags.dtype)])
+        flags = self._sum_flags(values.isfinite().all()) if flags is None else flags
+        values = torch.cat([flags.to(values.dtype), values])
         self._late.read(values, partial(self._stop_for_loss, place))
 
     @contextmanager
@@ -111,9 +98,8 @@ class FiniteGuard:
         """Checks gradients of embeddings, table by table, during the backward pass inside."""
 
         def look(finite: Tensor, table_of: Callable[[Tensor], str]) -> Tensor | None:
-            is_finite, values = finite.all(), finite
-            if self._num_flags:
-                values = torch.cat([self._summed(self._flags(is_finite)), finite.float()])
+            is_finite = finite.all()
+            values = torch.cat([self._sum_flags(is_finite), finite.float()])
             is_read = self._late.read(values, partial(self._stop_for_gradient, place, table_of))
             return None if is_read else is_finite
 
@@ -127,12 +113,11 @@ class FiniteGuard:
 
     def check_dense_gradients(self, place: str) -> None:
         """Checks gradients of all but tables; on a GPU makes all of them zero if one is bad."""
-        gradients = {
-            name: p.grad for name, p in self._dense.items() if p.grad is not None and p.grad.numel()
-        }
-        values = list(gradients.values())
-        if not values:
+        gradients = {name: p.grad for name, p in self._dense.items() if p.grad is not None}
+        gradients = {name: gradient for name, gradient in gradients.items() if gradient.numel()}
+        if not gradients:
             return
+        values = list(gradients.values())
         if values[0].device.type == "cpu":
             norms = torch.stack(torch._foreach_norm(values))
             if bool(torch.isfinite(norms.sum())):
@@ -140,7 +125,9 @@ class FiniteGuard:
         largest = torch.stack(torch._foreach_norm(values, math.inf))
         then = partial(self._stop_for_dense_gradient, place, list(gradients))
         if not self._late.read(largest, then):
-            _zero_unless_((largest < math.inf).all(), values)  # NaN is not smaller, either
+            is_bad = ~(largest < math.inf).all()  # NaN is not smaller, either
+            for value in values:
+                value.masked_fill_(is_bad, 0)
 
     def check_alpha_gradient(self, gradient: Tensor, embedding_dim: int, place: str) -> Tensor:
         """Checks the all-reduced gradient of an alpha, so that all ranks stop alike."""
@@ -148,20 +135,17 @@ class FiniteGuard:
         self._late.read(finite, partial(self._stop_for_alpha, place, embedding_dim))
         return finite.all()
 
-    def _flags(self, is_finite: Tensor) -> Tensor:
-        flags = torch.zeros(self._ranks.world_size, device=is_finite.device)
-        flags[self._ranks.rank] = ~is_finite
+    def _sum_flags(self, is_finite: Tensor) -> Tensor:
+        flags = self.flags(is_finite)
+        if self._ranks.world_size > 1:
+            dist.all_reduce(flags, group=self._ranks.group)
         return flags
 
-    def _summed(self, flags: Tensor) -> Tensor:
-        dist.all_reduce(flags, group=self._ranks.group)
-        return flags
-
-    # What follows reads the summed flags of ranks, if several, and then values of this one.
+    # What follows reads the summed flags of ranks, and then values of this one.
 
     def _stop_for_loss(self, place: str, values: Tensor) -> None:
-        loss = values[self._num_flags :]
-        if not self._is_bad(values, torch.isfinite(loss), place, "a finite loss"):
+        loss = values[self._ranks.world_size :]
+        if not self._is_bad(values, place, "a finite loss"):
             return
         culprit = self._table_with_non_finite_value()
         where = f"{place}, table {culprit!r}" if culprit else f"{place} (every table is finite)"
@@ -170,13 +154,13 @@ class FiniteGuard:
     def _stop_for_gradient(
         self, place: str, table_of: Callable[[Tensor], str], values: Tensor
     ) -> None:
-        finite = values[self._num_flags :] > 0
-        if self._is_bad(values, finite, place, "finite gradients"):
+        finite = values[self._ranks.world_size :] > 0
+        if self._is_bad(values, place, "finite gradients"):
             raise _not_finite(f"{place}, {table_of(finite)}")
 
-    def _is_bad(self, values: Tensor, finite: Tensor, place: str, requirement: str) -> bool:
+    def _is_bad(self, values: Tensor, place: str, requirement: str) -> bool:
         """Whether this rank has a value that is not finite; raises if only another one has."""
-        flags = values[: self._num_flags] if self._num_flags else ~finite.all().view(1)
+        flags = values[: self._ranks.world_size]
         if bool(flags.any()) and not bool(flags[self._ranks.rank]):
             raise _not_finite(f"{place}, rank {int(flags.nonzero()[0])}", requirement)
         return bool(flags.any())
@@ -213,19 +197,6 @@ def _not_finite(
     return NonFiniteError(describe(place, requirement, value, REMEDY))
 
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _zero_unless_(is_finite: Tensor, gradients: Iterable[Tensor]) -> None:
-    """Makes gradients zero where a flag on their device is False, all of them in few launches."""
-    by_size: dict[int, list[Tensor]] = {}
-    for gradient in gradients:
-        bits = gradient.view(_INTEGERS[gradient.element_size()])  # as a float NaN times 0 is NaN
-        by_size.setdefault(gradient.element_size(), []).append(bits)
-    for size, of_size in by_size.items():
-        torch._foreach_mul_(of_size, is_finite.to(_INTEGERS[size]))
-
-
 class SavedTrainPipeline(DetachableTrainPipeline):
     """TorchRec's own pipeline, whose state a checkpoint holds. Whoever makes it sets its fields."""
 
@@ -240,23 +211,21 @@ class SavedTrainPipeline(DetachableTrainPipeline):
         self._guard.settle()
         return super().detach()
 
-    def _more_tensors(self) -> dict[str, PlacedTensor]:
+    def _more_tensors(self) -> dict[str, checkpoint.PlacedTensor]:
         """What goes on in a run beside a model and the optimizers of its weights."""
         return {}
 
-    def _model_tensors(self) -> dict[str, PlacedTensor]:
-        return model_tensors(self._model) | optimizer_tensors(self._model, self._dense_optimizer)
+    def _model_tensors(self) -> dict[str, checkpoint.PlacedTensor]:
+        model, optimizer = self._model, self._dense_optimizer
+        return checkpoint.model_tensors(model) | checkpoint.optimizer_tensors(model, optimizer)
 
-    def state(self, stream: Any) -> TrainingState:
-        """Everything that goes on in a run, as `CheckpointSaver` takes it: weights, every
-        optimizer's state, random numbers, and how far the stream was stepped on. Local.
-
-        The tensors are live: copy the state before the next step.
-        """
+    def state(self, stream: Any) -> checkpoint.TrainingState:
+        """Everything that goes on in a run, live: copy it before the next step. Local."""
         self._guard.settle()
-        return TrainingState(
-            tensors=self._model_tensors() | self._more_tensors() | rng_tensors(self.device),
-            tables=describe_tables(self._model),
+        tensors, of_rank = self._model_tensors(), checkpoint.rng_tensors(self.device)
+        return checkpoint.TrainingState(
+            tensors=tensors | self._more_tensors() | of_rank,
+            tables=checkpoint.describe_tables(self._model),
             values={
                 "lower_steps": self.lower_steps,
                 "upper_steps": self.upper_steps,
@@ -265,30 +234,29 @@ class SavedTrainPipeline(DetachableTrainPipeline):
         )
 
     def restore(
-        self, path: Address, stream: Any, more: Mapping[str, PlacedTensor] | None = None
+        self, path: Address, stream: Any, more: Mapping[str, checkpoint.PlacedTensor] | None = None
     ) -> Mapping[str, Any]:
         """Goes on from a checkpoint, with any number of ranks and any sharding of the same tables;
         returns its values. `more` are further tensors to be read in place."""
         if self.contexts:
             place, requirement = "restore", "a pipeline before its first step"
             raise RuntimeError(describe(place, requirement, "one after it"))
-        manifest = on_rank_zero(lambda: Manifest.read(path).values, self.process_group)
+        manifest = on_rank_zero(lambda: checkpoint.Manifest.read(path).values, self.process_group)
         batch = stream.first_train_batch().to(self.device)
-        warm_up_(self._model, self._dense_optimizer, batch, manifest["lower_steps"])
+        checkpoint.warm_up_(self._model, self._dense_optimizer, batch, manifest["lower_steps"])
         tensors = {**self.state(stream).tensors, **(more or {})}
-        values = read_checkpoint(path, self._model, tensors, self.process_group)
+        values = checkpoint.read_checkpoint(path, self._model, tensors, self.process_group)
         self.lower_steps, self.upper_steps = values["lower_steps"], values["upper_steps"]
         stream.load_state_dict(values["stream"])
-        set_rng_(tensors, self.device)
+        checkpoint.set_rng_(tensors, self.device)
         return values
 
     def begin_with(self, path: Address, batch: Any, *, is_plain: bool = False) -> None:
-        """Takes weights and the state of their optimizers from another run's checkpoint, such as
-        that of the plain model; `batch` is one to try things on."""
-        warm_up_(self._model, self._dense_optimizer, batch.to(self.device), 2)
+        """Takes weights and states of optimizers from another run; `batch` is to try things on."""
+        checkpoint.warm_up_(self._model, self._dense_optimizer, batch.to(self.device), 2)
         self._read(path, is_plain=is_plain)
 
     def _read(self, path: Address, *, is_plain: bool = False) -> None:
-        kinds, group = ("table", "model", "fused", "optimizer"), self.process_group
-        tensors = self._model_tensors()
-        read_checkpoint(path, self._model, tensors, group, kinds=kinds, is_plain=is_plain)
+        tensors, kinds = self._model_tensors(), ("table", "model", "fused", "optimizer")
+        model, group = self._model, self.process_group
+        checkpoint.read_checkpoint(path, model, tensors, group, kinds=kinds, is_plain=is_plain)

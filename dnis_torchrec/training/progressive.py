@@ -18,12 +18,9 @@ from dnis_torchrec.training.checkpoint import tensors_under
 from dnis_torchrec.training.evaluate import SampleMetrics, predict
 from dnis_torchrec.training.pipeline import LateValues
 
-REPORT_STEPS = 100
-"""Steps between two reports at most; a run of few steps has a hundred reports."""
-WINDOW_REPORTS = 10
-"""Reports whose steps the window holds."""
-MOST_IN_WINDOW = 1 << 21
-"""Samples of a rank at most in the window, which has fewer steps where batches are large."""
+REPORT_STEPS = 100  # steps between two reports at most; a run of few steps has a hundred reports
+WINDOW_REPORTS = 10  # reports whose steps the window holds
+MOST_IN_WINDOW = 1 << 21  # samples of a rank at most: the window has fewer steps of large batches
 _PLACE = "progressive validation"
 _COLUMNS = 4  # values, labels, weights and queries of each name, behind the loss
 
@@ -34,11 +31,10 @@ def report_steps(steps: int | None) -> int:
 
 
 class Progressive:
-    """Metrics over a sliding window of steps, of predictions that no step had learnt from.
+    """Metrics over a sliding window of steps, of predictions that no step had learnt from."""
 
-    The training step's own forward pass gives them: its weights are those before the update.
-    Dropout and batch norm predict otherwise in training, so an evaluation comes first there.
-    """
+    # The training step's own forward pass gives them: its weights are those before the update.
+    # Dropout and batch norm predict otherwise in training, so an evaluation comes first there.
 
     def __init__(
         self, stream: Stream, model: nn.Module, task: Task, device: torch.device, steps: int

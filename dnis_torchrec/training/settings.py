@@ -18,10 +18,8 @@ class Saving:
 
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-SAME_REQUEST_SECONDS = 0.5
-"""Signals so soon after the first are the same request: a closing terminal sends SIGHUP twice."""
-TORCHRUN_SECONDS = 10.0
-"""The same for ranks of torchrun, which passes on what its ranks have been sent, too."""
+SAME_REQUEST_SECONDS = 0.5  # between signals of one request: a closing terminal sends two SIGHUPs
+TORCHRUN_SECONDS = 10.0  # for ranks of torchrun, which passes on what its ranks have been sent, too
 
 
 class Stopped(BaseException):
@@ -38,10 +36,9 @@ def exit_code(number: int) -> int:
 
 
 class StopRequest:
-    """Notes the first signal of `REQUESTS` in the block, for work that saves itself and then stops.
+    """Notes the first signal of `REQUESTS` in the block, for work that saves itself and stops."""
 
-    Later ones go to the handlers of before. For the main thread alone.
-    """
+    # Later ones go to the previous handlers. For the main thread alone.
 
     number: int | None = None
     raises = False

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,19 +29,13 @@ from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.ops.select import are_compiled
 from dnis_torchrec.ranks import Ranks, world_size_of
+from dnis_torchrec.selection import shards
 from dnis_torchrec.selection.on_shards import select_on_shards_
 from dnis_torchrec.selection.plan import (
     CpuEmbeddingBagCollectionSharder,
     default_sharders,
     make_sharding_plan,
     shard_model,
-)
-from dnis_torchrec.selection.shards import (
-    collections,
-    is_pooled,
-    table_configs,
-    table_configs_of,
-    table_weight_names,
 )
 from dnis_torchrec.selection.torchrec import read_by_name_
 from dnis_torchrec.selection.wrapper import (
@@ -50,16 +44,13 @@ from dnis_torchrec.selection.wrapper import (
     soft_selection_modules,
 )
 
-WHOLE_ROWS = {"table_wise", "row_wise", "table_row_wise"}
-"""Sharding types, of those with fused kernels, that keep every row in one piece."""
+WHOLE_ROWS = {"table_wise", "row_wise", "table_row_wise"}  # sharding types that cut no row
 FUSED_OPTIMIZERS = {
     "adam": EmbOptimType.ADAM,
     "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
 }
 """`Recipe.table_optimizer` -> FBGEMM's optimizer that runs inside the tables' backward."""
-TABLE_RATE = "table_rate"
-"""Key in the param_groups of the optimizer that is not fused: whether they learn at the tables'
-rate."""
+TABLE_RATE = "table_rate"  # key of param_groups: whether they learn at the tables' rate
 
 
 def check_pooling(model: nn.Module) -> None:
@@ -99,10 +90,8 @@ def shard(
                 wrapper.read_whole_features_(multiply_tables=multiplies)
     # Not by apply_optimizer_in_backward: torch then keeps what it was applied to, and every table
     # would be held twice.
-    fused_params = {
-        "optimizer": FUSED_OPTIMIZERS[recipe.table_optimizer],
-        "learning_rate": recipe.table_learning_rate,
-    }
+    kernel_optimizer = FUSED_OPTIMIZERS[recipe.table_optimizer]
+    fused_params = {"optimizer": kernel_optimizer, "learning_rate": recipe.table_learning_rate}
     of_bags = {USE_ONE_TBE_PER_TABLE: True} if in_backward and is_multi_hot and is_cpu else None
     sharders = default_sharders(fused_params if in_backward else None, of_bags=of_bags)
     is_spread = in_backward or (world_size_of() > 1 and not is_replicated)
@@ -116,8 +105,8 @@ def shard(
         constraint = uncut = ParameterConstraints(sharding_types=kinds, compute_kernels=kernels)
     constraints = {
         table.name: uncut if table.name in whole_rows else constraint
-        for module in collections(task).values()
-        for table in table_configs_of(module)
+        for module in shards.collections(task).values()
+        for table in shards.table_configs_of(module)
     }
     plan = make_sharding_plan(task, device, sharders, constraints=constraints)
     for module_plan in cast(Iterable[EmbeddingModuleShardingPlan], plan.plan.values()):
@@ -141,7 +130,7 @@ def spread_tables(model: nn.Module, device: torch.device) -> nn.Module:
     if world_size_of() == 1:
         return model.to(device)
     constraint = ParameterConstraints(sharding_types=_spread_types(device))
-    constraints = {table.name: constraint for table in table_configs(model)}
+    constraints = {table.name: constraint for table in shards.table_configs(model)}
     sharders = default_sharders()
     plan = make_sharding_plan(model, device, sharders, constraints=constraints)
     return shard_model(model, device, plan, sharders)
@@ -155,7 +144,8 @@ def _spread_types(device: torch.device) -> list[str]:
 
 def _are_small(wrappers: Collection[SoftSelectionModule], batch_size: int | None) -> bool:
     """Whether all pooled tables hold at most as many numbers as a batch of all ranks gives."""
-    tables = [table for w in wrappers if is_pooled(w) for table in table_configs_of(w)]
+    collections = filter(shards.is_pooled, wrappers)
+    tables = [table for module in collections for table in shards.table_configs_of(module)]
     per_sample = sum(table.embedding_dim * len(table.feature_names) for table in tables)
     num_values = sum(table.num_embeddings * table.embedding_dim for table in tables)
     return num_values <= per_sample * (batch_size or 0)
@@ -164,21 +154,17 @@ def _are_small(wrappers: Collection[SoftSelectionModule], batch_size: int | None
 def rest_optimizer(model: DistributedModelParallel, recipe: Recipe) -> KeyedOptimizerWrapper:
     """A fresh Adam for everything that is not fused: dense weights, tables in the dense kernel."""
     rest = dict(in_backward_optimizer_filter(model.named_parameters()))
-    at_table_rate = table_weight_names(model)
+    at_table_rate = shards.table_weight_names(model)
     for name in recipe.row_weights:
         names = {parameter for parameter in rest if f".{parameter}".endswith(f".{name}")}
         if not names:
             check_known("parameter of Recipe.row_weights", name, rest)
         at_table_rate |= names
     rates = {False: recipe.dense_learning_rate, True: recipe.table_learning_rate}
-    groups = [
-        {
-            "params": [weight for name, weight in rest.items() if (name in at_table_rate) is kind],
-            "lr": rate,
-            TABLE_RATE: kind,
-        }
-        for kind, rate in rates.items()
-    ]
+    groups: list[dict[str, Any]] = []
+    for kind, rate in rates.items():
+        weights = [weight for name, weight in rest.items() if (name in at_table_rate) is kind]
+        groups.append({"params": weights, "lr": rate, TABLE_RATE: kind})
     groups = [group for group in groups if group["params"]] or groups[:1]
     return KeyedOptimizerWrapper(rest, lambda _: torch.optim.Adam(groups, fused=True))
 
@@ -199,8 +185,7 @@ def set_learning_rates_(
     model.fused_optimizer.zero_grad()
 
 
-LONGEST_WAIT = timedelta(days=30)
-"""For which ranks that train nothing wait for each other: one may be at work alone."""
+LONGEST_WAIT = timedelta(days=30)  # of ranks that train nothing: one may be at work alone
 
 
 @contextmanager

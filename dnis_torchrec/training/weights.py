@@ -24,14 +24,7 @@ from dnis_torchrec.blocks.counts import table_name
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.urls import Address, path_in
 from dnis_torchrec.ranks import Ranks, together, union_over_ranks, world_size_of
-from dnis_torchrec.selection.shards import (
-    collections,
-    dense_state,
-    holders_of_tables,
-    local_shards,
-    table_configs_of,
-    tables_under,
-)
+from dnis_torchrec.selection import shards
 from dnis_torchrec.selection.torchrec import ShardedTensor, writing_to_tables
 from dnis_torchrec.training.checkpoint import (
     CheckpointFolder,
@@ -50,12 +43,8 @@ from dnis_torchrec.training.checkpoint import (
 )
 from dnis_torchrec.training.shard import spread_tables
 
-MODEL = "model"
-"""Folder in a run of several ranks, into which each rank writes its shards."""
-_NAMES = 3
-"""How many names an error message lists."""
-_FLOATS = ("float64", "float32", "float16", "bfloat16")
-"""Kinds of values that are numbers by themselves, unlike those that a scale belongs to."""
+MODEL = "model"  # folder in a run of several ranks, into which each rank writes its shards
+_FLOATS = ("float64", "float32", "float16", "bfloat16")  # numbers to which no scale belongs
 
 
 # The model of a run
@@ -73,17 +62,14 @@ def write_model(folder: Address, model: nn.Module, ranks: Ranks) -> None:
 def _tensors_by_name(model: nn.Module) -> dict[str, PlacedTensor]:
     """Weights that this rank holds, by the plain model's names."""
     tensors = {}
-    for fqn, module in collections(model).items():
-        for config in table_configs_of(module):
-            chunks = tuple(
-                Chunk((shard.first_row, shard.first_column), shard.weight)
-                for shard in local_shards(module)
-                if shard.table == config.name
-            )
-            name = weight_name(f"{fqn}.{tables_under(module)}.{config.name}.weight")
+    for fqn, module in shards.collections(model).items():
+        for config in shards.table_configs_of(module):
+            local = [s for s in shards.local_shards(module) if s.table == config.name]
+            chunks = tuple(Chunk((s.first_row, s.first_column), s.weight) for s in local)
+            name = weight_name(f"{fqn}.{shards.tables_under(module)}.{config.name}.weight")
             size = (config.num_embeddings, config.embedding_dim)
             tensors[name.removeprefix(".")] = PlacedTensor(size, chunks)
-    for name, value in dense_state(model).items():
+    for name, value in shards.dense_state(model).items():
         if not isinstance(value, ShardedTensor):  # else a collection under a second name
             whole = Chunk((0,) * value.dim(), value.detach())
             tensors[name] = PlacedTensor(tuple(value.shape), (whole,))
@@ -125,11 +111,9 @@ def check_state(
         with_axes_(model)
     weights = {weight_name(name): value for name, value in model.state_dict().items()}
     absent, more = sorted(set(weights) - set(state)), sorted(set(state) - set(weights))
-    differences = ", ".join(
-        f"{len(names)} {what}, such as {names[:_NAMES]}"
-        for names, what in ((absent, "missing"), (more, "that it does not have"))
-        if names
-    )
+    parts = {"missing": absent, "that it does not have": more}.items()
+    texts = [f"{len(names)} {what}, such as {names[:3]}" for what, names in parts if names]
+    differences = ", ".join(texts)
     check(not differences, place, "the names of the model's own parameters", differences, remedy)
     for name, value in weights.items():
         where, shape, tensor = f"{place}, {name}", tuple(value.shape), state[name]
@@ -181,8 +165,8 @@ def spread_filled(
         return spread_tables(model, device)
     # No rank holds whole tables meanwhile.
     empty_on = "cpu" if world_size_of() == 1 else "meta"
-    for module in collections(model).values():
-        for holder in holders_of_tables(module).values():
+    for module in shards.collections(model).values():
+        for holder in shards.holders_of_tables(module).values():
             weight = cast(Tensor, holder.weight)
             if weight.is_meta or empty_on == "meta":
                 empty = torch.empty_like(weight, device=empty_on)
@@ -408,8 +392,7 @@ def _view(place: str, kind: str, part: memoryview | None, *layout: Any) -> Tenso
 
 _DAMAGED = "it was damaged"
 _LONGEST_NAME = 1000
-_MOST_CHARACTERS = 1 << 24
-"""Of all names in a file."""
+_MOST_CHARACTERS = 1 << 24  # of all names in a file
 _REBUILD, _OF_CLASS = "torch._utils._rebuild_", "torch._tensor._rebuild_from_type_v2"
 _KINDS = {
     **{"Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16"},
