@@ -196,7 +196,10 @@ def check_compiled(kernel: Any, types: Mapping[str, str], fixed: Mapping[str, An
     from triton.compiler import ASTSource
     from triton.compiler import compile as compile_kernel
 
-    source = ASTSource(fn=kernel, signature={**types, **dict.fromkeys(fixed, "constexpr")}, constexprs=dict(fixed))
+    parameters = inspect.signature(kernel.fn).parameters.values()
+    constants = {part.name: part.default for part in parameters if part.default is not part.empty} | dict(fixed)
+    types = {name: part for name, part in types.items() if name not in constants}
+    source = ASTSource(fn=kernel, signature={**types, **dict.fromkeys(constants, "constexpr")}, constexprs=constants)
     options = {"enable_fp_fusion": False, "num_warps": num_warps}  # as the launch says
     assembly = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     assert "st.global" in assembly

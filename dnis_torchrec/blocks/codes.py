@@ -48,10 +48,7 @@ def _fields(bits: Tensor) -> tuple[Tensor, Tensor]:
 
 def pack_fields(fields: Tensor, bits: Tensor) -> Tensor:
     """Writes the codes of each row of a block side by side, as bit fields in a row of bytes."""
-    (offsets,), (stride,) = (
-        field_offsets(bits.unsqueeze(0)),
-        row_strides(bits.unsqueeze(0)).tolist(),
-    )
+    (offsets,), stride = field_offsets(bits.unsqueeze(0)), int(row_strides(bits.unsqueeze(0)))
     row_bytes = torch.zeros(len(fields), stride, dtype=torch.uint8)
     for column, (width, offset) in enumerate(zip(bits.tolist(), offsets.tolist(), strict=True)):
         first, last = offset // 8, (offset + width + 7) // 8
@@ -71,9 +68,8 @@ def unpack_fields(rows: Tensor, bits: Tensor) -> Tensor:
         for byte in range(first, last):
             field |= rows[:, byte].long() << 8 * (byte - first)
         field = field >> offset % 8 & ((1 << width) - 1)
-        fields[:, column] = (
-            field - (field >> FLOAT_BITS - 1 << FLOAT_BITS)
-        ).int()  # a sign, where all bits are used
+        # a sign, where all bits are used
+        fields[:, column] = (field - (field >> FLOAT_BITS - 1 << FLOAT_BITS)).int()
     return fields
 
 
@@ -89,22 +85,15 @@ class ColumnCodes:
     gain: Tensor | None = None
 
     def __post_init__(self) -> None:
-        for name, dtype in (
-            ("bits", torch.uint8),
-            ("scale", torch.float32),
-            ("shift", torch.int16),
-        ):
+        shape = tuple(self.bits.shape)
+        dtypes = {"bits": torch.uint8, "scale": torch.float32, "shift": torch.int16}
+        for name, dtype in dtypes.items():
             value = getattr(self, name)
-            fits = value.dtype == dtype and value.shape == self.bits.shape
-            check(
-                fits,
-                f"ColumnCodes.{name}",
-                f"{dtype} of shape {tuple(self.bits.shape)}",
-                f"{value.dtype} {tuple(value.shape)}",
-            )
-        sound = (
-            (self.scale > 0) & self.scale.isfinite() & (self.scale == self.scale.bfloat16().float())
-        )
+            fits, actual = value.dtype == dtype, f"{value.dtype} {tuple(value.shape)}"
+            fits = fits and value.shape == self.bits.shape
+            check(fits, f"ColumnCodes.{name}", f"{dtype} of shape {shape}", actual)
+        sound = (self.scale > 0) & self.scale.isfinite()
+        sound &= self.scale == self.scale.bfloat16().float()
         if not bool(sound.all()):
             block, column = (~sound).nonzero()[0].tolist()
             value = f"{self.scale[block, column].item()} in block {block}, column {column}"
@@ -114,17 +103,12 @@ class ColumnCodes:
         values = torch.where(is_coded(self.bits), self.scale * reach, 0.0)
         fits, actual = bool(values.isfinite().all()), f"values up to {float(values.max())}"
         check(fits, "ColumnCodes.scale", "codes that mean finite values", actual)
-        if self.feedback is not None:
-            shape = (*self.bits.shape, self.bits.shape[1])
-            check(
-                tuple(self.feedback.shape) == shape,
-                "ColumnCodes.feedback",
-                f"{shape}",
-                tuple(self.feedback.shape),
-            )
-        if self.gain is not None:
-            fits = self.gain.shape == self.bits.shape
-            check(fits, "ColumnCodes.gain", f"{tuple(self.bits.shape)}", tuple(self.gain.shape))
+        of_feedback = (*shape, shape[-1])
+        shapes = {"feedback": (self.feedback, of_feedback), "gain": (self.gain, shape)}
+        for name, (part, size) in shapes.items():
+            if part is not None:
+                fits, actual = part.shape == size, f"{tuple(part.shape)}"
+                check(fits, f"ColumnCodes.{name}", f"{size}", actual)
 
     @property
     def moves(self) -> bool:
@@ -138,9 +122,8 @@ class ColumnCodes:
         scale = torch.where(has_code, (self.scale * gain).bfloat16().float(), self.scale)
         exact = torch.where(has_code, scale / self.scale, 1.0)
         feedback = self.feedback
-        if (
-            feedback is not None
-        ):  # its columns stand in the order of rounding, and carry errors from one to another
+        # its columns stand in the order of rounding, and carry errors from one to another
+        if feedback is not None:
             in_order = exact.gather(1, rounding_order(self.bits))
             feedback = feedback * in_order[:, None, :] / in_order[:, :, None]
         exact_gain = exact if self.gain is None else exact * self.gain
@@ -225,9 +208,8 @@ def feedback_of(couplings: Tensor, bits: Tensor) -> Tensor:
     diagonal = torch.eye(num_columns, dtype=torch.float64) / num_columns
     order = rounding_order(bits)
     shrunk = of_blocks + TABLE_SHARE * table + DIAGONAL_SHARE * diagonal
-    shrunk = shrunk.gather(1, order[:, :, None].expand_as(shrunk)).gather(
-        2, order[:, None, :].expand_as(shrunk)
-    )
+    shrunk = shrunk.gather(1, order[:, :, None].expand_as(shrunk))
+    shrunk = shrunk.gather(2, order[:, None, :].expand_as(shrunk))
     upper = torch.linalg.cholesky(torch.linalg.inv(shrunk), upper=True)
     shares = upper / upper.diagonal(dim1=1, dim2=2)[:, :, None]
     return shares.triu(diagonal=1).float()
@@ -243,22 +225,15 @@ def _of_trace_one(couplings: Tensor) -> Tensor:
     return couplings / torch.where(traces > 0, traces, 1.0)[:, None, None]
 
 
-def _feed_back_(
-    columns: Tensor,
-    feedback: Tensor,
-    bits: list[int],
-    scale: list[float],
-    half_shift: list[float],
-    largest: list[float],
-) -> None:
+def _feed_back_(columns: Tensor, feedback: Tensor, *of_columns: list[float]) -> None:
     """Moves columns of a block, ``(D, n)`` in the order of rounding, to where nearest rounding
     gives each the code that error feedback chooses. In place."""
-    for index, width in enumerate(bits):
+    for index, (width, scale, half_shift, largest) in enumerate(zip(*of_columns, strict=True)):
         if width == FLOAT_BITS:
             return  # and so are all that follow: nothing is lost any more
         column, later = columns[index], columns[index + 1 :]
-        nearest = (column / scale[index]).sub_(half_shift[index]).round_().clamp_(0, largest[index])
-        nearest.add_(half_shift[index]).mul_(scale[index] if width else 0.0)
+        nearest = (column / scale).sub_(half_shift).round_().clamp_(0, largest)
+        nearest.add_(half_shift).mul_(scale if width else 0.0)
         # a product, then a difference, never fused: a row moves alike in every chunk
         later.sub_(feedback[index, index + 1 :, None] * (column - nearest))
 
@@ -290,10 +265,8 @@ def fit_codes(values: Tensor, weights: Tensor, bits: Sequence[int]) -> FittedCod
     r"""Scale and shift of every column of a block, for the least :math:`\sum_i w_i (x_i - s (q_i +
     m / 2))^2`."""
     num_columns = values.shape[1]
-    scale, shift = (
-        torch.ones(len(bits), num_columns),
-        torch.zeros(len(bits), num_columns, dtype=torch.int16),
-    )
+    scale = torch.ones(len(bits), num_columns)
+    shift = torch.zeros(len(bits), num_columns, dtype=torch.int16)
     error = torch.zeros(len(bits), num_columns, dtype=torch.float64)
     columns = _SortedColumns.of(values, weights) if values.numel() else None
     best: _Codes | None = None
@@ -303,9 +276,8 @@ def fit_codes(values: Tensor, weights: Tensor, bits: Sequence[int]) -> FittedCod
         elif width < FLOAT_BITS and columns is not None:
             best = _best_codes(columns, 2**width, best)
             scale[index], shift[index] = best.scale.flatten().float(), best.shift.flatten().short()
-            error[index] = (
-                best.error / columns.energy.clamp(min=torch.finfo(torch.float64).tiny)
-            ).flatten()
+            least = torch.finfo(torch.float64).tiny
+            error[index] = (best.error / columns.energy.clamp(min=least)).flatten()
     if columns is not None:
         error[:, columns.energy.flatten() == 0] = 0
     return FittedCodes(scale, shift, error)
@@ -334,14 +306,8 @@ class _SortedColumns:
         torch.cumsum(weight, 1, out=prefix_sums[0, :, 1:])
         torch.cumsum(weight * deviations, 1, out=prefix_sums[1, :, 1:])
         spread = (weight * deviations.square()).sum(1, keepdim=True)
-        return _SortedColumns(
-            deviations,
-            weight,
-            mean,
-            prefix_sums,
-            spread,
-            (weight * wide.square()).sum(1, keepdim=True),
-        )
+        energy = (weight * wide.square()).sum(1, keepdim=True)
+        return _SortedColumns(deviations, weight, mean, prefix_sums, spread, energy)
 
     @property
     def is_constant(self) -> Tensor:
@@ -357,11 +323,8 @@ class _SortedColumns:
             steps = (self.values.unsqueeze(1) - low.unsqueeze(2)) / scale.unsqueeze(2)
             codes = steps.round_().clamp_(0, levels - 1)
             weighted_codes = codes * self.weights.unsqueeze(1)
-            return (
-                weighted_codes.sum(2),
-                (weighted_codes * codes).sum(2),
-                (weighted_codes * self.values.unsqueeze(1)).sum(2),
-            )
+            of_values = (weighted_codes * self.values.unsqueeze(1)).sum(2)
+            return weighted_codes.sum(2), (weighted_codes * codes).sum(2), of_values
         nth = torch.arange(levels - 1, dtype=torch.float64)
         boundaries = low.unsqueeze(2) + scale.unsqueeze(2) * (nth + 0.5)
         places = torch.searchsorted(self.values, boundaries.flatten(1))
@@ -402,11 +365,8 @@ def _best_codes(columns: _SortedColumns, levels: int, narrower: _Codes | None) -
     best = candidates.choose(candidates.error.argmin(1, keepdim=True))
     for _ in range(ROUNDS):
         again = _round_codes(columns, best.better_scale, best.better_low, levels)
-        both = (
-            torch.cat([getattr(best, name), getattr(again, name)], dim=1)
-            for name in best.__dataclass_fields__
-        )
-        pair = _Codes(*both)
+        both = zip(vars(best).values(), vars(again).values(), strict=True)
+        pair = _Codes(*(torch.cat(parts, dim=1) for parts in both))
         best = pair.choose(pair.error.argmin(1, keepdim=True))
     return _constant_where(columns, best)
 
@@ -433,18 +393,13 @@ def _round_codes(columns: _SortedColumns, scale: Tensor, low: Tensor, levels: in
     error += scale.square() * q2 + 2 * scale * low * q + low.square() * weight
     determinant = q2 * weight - q.square()
     solvable = determinant > 1e-12 * q2 * weight
-    better = torch.where(
-        solvable, (qx * weight - q * total) / torch.where(solvable, determinant, 1.0), scale
-    )
+    solution = (qx * weight - q * total) / torch.where(solvable, determinant, 1.0)
+    better = torch.where(solvable, solution, scale)
     better_low = torch.where(solvable, (total - better * q) / weight, low)
     usable = better > 0
-    return _Codes(
-        scale,
-        shift,
-        error.clamp_(min=0),
-        torch.where(usable, better, scale),
-        torch.where(usable, better_low, low),
-    )
+    better = torch.where(usable, better, scale)
+    better_low = torch.where(usable, better_low, low)
+    return _Codes(scale, shift, error.clamp_(min=0), better, better_low)
 
 
 def _up_to_bfloat16(scale: Tensor, smallest: Tensor) -> Tensor:
@@ -465,17 +420,13 @@ def _constant_where(columns: _SortedColumns, codes: _Codes) -> _Codes:
     scales = (1 + torch.arange(128, dtype=torch.float64) / 128) * torch.exp2(exponent.double() - 14)
     scales = scales.clamp(LEAST_SCALE)
     shifts = (2 * value / scales).round_()
-    distance = (
-        (scales * shifts / 2 - value).abs().masked_fill(shifts.abs() > LARGEST_SHIFT, torch.inf)
-    )
+    distance = (scales * shifts / 2 - value).abs()
+    distance = distance.masked_fill(shifts.abs() > LARGEST_SHIFT, torch.inf)
     nearest = distance.argmin(1, keepdim=True)
     is_zero = fraction == 0
     scale = torch.where(is_zero, 1.0, scales.gather(1, nearest))
     shift = torch.where(is_zero, 0.0, shifts.gather(1, nearest))
     error = (scale * shift / 2 - value).square() * columns.prefix_sums[0, :, -1:]
-    return replace(
-        codes,
-        scale=torch.where(constant, scale, codes.scale),
-        shift=torch.where(constant, shift, codes.shift),
-        error=torch.where(constant, error, codes.error),
-    )
+    exact = {"scale": scale, "shift": shift, "error": error}
+    parts = {k: torch.where(constant, part, getattr(codes, k)) for k, part in exact.items()}
+    return replace(codes, **parts)

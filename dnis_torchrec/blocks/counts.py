@@ -130,24 +130,23 @@ def _check_ids(ids: Tensor, table: EmbeddingBagConfig, feature: str, place: str)
     if ids.numel() == 0:
         return
     lowest, highest = int(ids.min()), int(ids.max())
-    if lowest < 0 or highest >= table.num_embeddings:
-        raise ValueError(
-            describe(
-                f"table {table.name!r}, feature {feature!r}, {place}",
-                f"ids in 0..{table.num_embeddings - 1}",
-                lowest if lowest < 0 else highest,
-                "hash the ids into the table, or raise its num_embeddings",
-            )
-        )
+    fits, value = lowest >= 0 and highest < table.num_embeddings, lowest if lowest < 0 else highest
+    where = f"table {table.name!r}, feature {feature!r}, {place}"
+    remedy = "hash the ids into the table, or raise its num_embeddings"
+    check(fits, where, f"ids in 0..{table.num_embeddings - 1}", value, remedy)
 
 
 def check_ids_are_integers(ids: Tensor, place: str) -> None:
     """Checks that ids are integers of any width and sign: a float that was cut to one would read
     another row."""
-    is_integer = not ids.numel() or not (
-        ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool
+    is_other = ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool
+    check(
+        not is_other or not ids.numel(),
+        place,
+        "integer ids",
+        ids.dtype,
+        "hash or number what is no integer",
     )
-    check(is_integer, place, "integer ids", ids.dtype, "hash or number what is no integer")
 
 
 def table_key(name: str, fqn: str) -> str:

@@ -43,9 +43,8 @@ def _as_numbers(texts: pa.Array) -> tuple[pa.Array, np.ndarray]:
     digits = pc.ascii_ltrim(texts, "-")
     signs = pc.subtract(pc.binary_length(texts), pc.binary_length(digits))
     is_zero = pc.equal(texts, "0")
-    leads = pc.and_(
-        pc.less_equal(signs, 1), pc.or_(is_zero, pc.invert(pc.starts_with(digits, "0")))
-    )
+    has_lead = pc.or_(is_zero, pc.invert(pc.starts_with(digits, "0")))
+    leads = pc.and_(pc.less_equal(signs, 1), has_lead)
     fits = pc.less(pc.binary_length(texts), len(_HIGHEST))
     if not pc.all(fits).as_py():
         # Of 20 characters, which alone may be too many, "-" sorts before the digits, and these by
@@ -58,9 +57,8 @@ def _as_numbers(texts: pa.Array) -> tuple[pa.Array, np.ndarray]:
     is_negative = pc.starts_with(texts, "-")
     numbers = pc.if_else(is_negative, "0", texts).cast(pa.uint64()).view(pa.int64())
     if pc.any(is_negative).as_py():
-        numbers = pc.if_else(
-            is_negative, pc.if_else(is_negative, texts, "0").cast(pa.int64()), numbers
-        )
+        negative = pc.if_else(is_negative, texts, "0").cast(pa.int64())
+        numbers = pc.if_else(is_negative, negative, numbers)
     return numbers, is_number.to_numpy(zero_copy_only=False)
 
 
@@ -80,11 +78,9 @@ def rows_of_values(values: pa.Array, num_embeddings: int) -> np.ndarray:
     if is_value.any():  # a dictionary may hold the missing value itself
         rows[:-1][is_value] = 1 + hash_values(values.dictionary.drop_null()) % modulus
     # A missing value's code becomes -1, which picks the last entry; codes may be unsigned.
-    codes = (
-        values.indices.cast(pa.int64()).fill_null(-1)
-        if values.indices.null_count
-        else values.indices
-    )
+    codes = values.indices
+    if codes.null_count:
+        codes = codes.cast(pa.int64()).fill_null(-1)
     return rows[codes.to_numpy(zero_copy_only=False)]
 
 

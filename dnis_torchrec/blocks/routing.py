@@ -4,8 +4,8 @@ block."""
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -31,25 +31,17 @@ class RowRouting:
     block_of_row: Tensor | None = None
 
     def __post_init__(self) -> None:
-        check(
-            0 < self.num_blocks <= MAX_NUM_BLOCKS,
-            "RowRouting.num_blocks",
-            f"1..{MAX_NUM_BLOCKS}",
-            self.num_blocks,
-        )
-        rows = self.num_embeddings
+        rows, count = self.num_embeddings, self.num_blocks
+        check(0 < count <= MAX_NUM_BLOCKS, "RowRouting.num_blocks", f"1..{MAX_NUM_BLOCKS}", count)
         check(0 <= rows <= MOST_ROWS, "RowRouting.num_embeddings", f"0..{MOST_ROWS}", rows)
-        check(
-            (self.boundaries is None) != (self.block_of_row is None),
-            "RowRouting",
-            "exactly one of boundaries and block_of_row",
-            "both" if self.boundaries is not None else "neither",
-        )
+        is_one = (self.boundaries is None) != (self.block_of_row is None)
+        value = "neither" if self.boundaries is None else "both"
+        check(is_one, "RowRouting", "exactly one of boundaries and block_of_row", value)
         if self.boundaries is not None:
             place, cuts = "RowRouting.boundaries", self.boundaries
-            fits = cuts.dtype == torch.int64 and cuts.shape == (self.num_blocks + 1,)
+            fits = cuts.dtype == torch.int64 and cuts.shape == (count + 1,)
             actual = f"{cuts.dtype} {tuple(cuts.shape)}"
-            requirement = f"{self.num_blocks + 1} rising row numbers from 0 to at most {rows}"
+            requirement = f"{count + 1} rising row numbers from 0 to at most {rows}"
             check(fits, place, f"{requirement}, as int64", actual)
             rises = int(cuts[0]) == 0 and bool((cuts.diff() >= 0).all()) and int(cuts[-1]) <= rows
             check(rises, place, requirement, reprlib.repr(cuts.tolist()))
@@ -66,9 +58,8 @@ class RowRouting:
         wide = block_of_row.long()
         within = wide.numel() == 0 or (int(wide.min()) >= 0 and int(wide.max()) <= num_blocks)
         check(within, "block_of_row", f"values in 0..{num_blocks}", "a value outside")
-        return RowRouting(
-            block_of_row.numel(), num_blocks, block_of_row=wide.to(_map_dtype(num_blocks))
-        )
+        narrow = wide.to(_map_dtype(num_blocks))
+        return RowRouting(block_of_row.numel(), num_blocks, block_of_row=narrow)
 
     def block_of(self, ids: Tensor) -> Tensor:
         """Blocks of the given rows."""
@@ -145,17 +136,11 @@ class RowRouting:
         mixed-dimension form."""
         if self.block_of_row is None:
             return None
-        remedy = "sort the rows by frequency: then no remap is needed"
-        check(
-            self.num_embeddings < 2**31,
-            "id remap",
-            "fewer than 2^31 rows",
-            self.num_embeddings,
-            remedy,
-        )
+        count, remedy = self.num_embeddings, "sort the rows by frequency: then no remap is needed"
+        check(count < 2**31, "id remap", "fewer than 2^31 rows", count, remedy)
         order = torch.argsort(self.block_of_row.long(), stable=True)
-        positions = torch.empty(self.num_embeddings, dtype=torch.int32)
-        positions[order] = torch.arange(self.num_embeddings, dtype=torch.int32)
+        positions = torch.empty(count, dtype=torch.int32)
+        positions[order] = torch.arange(count, dtype=torch.int32)
         return positions
 
     def without_rows(self, is_dropped: Tensor) -> RowRouting:
@@ -165,15 +150,17 @@ class RowRouting:
         if self.boundaries is not None:
             first = int(is_dropped.nonzero()[0])
             if bool(is_dropped[first:].all()):
-                return RowRouting(
-                    self.num_embeddings,
-                    self.num_blocks,
-                    boundaries=self.boundaries.clamp(max=first),
-                )
+                return replace(self, boundaries=self.boundaries.clamp(max=first))
+        return self._mapped(
+            lambda rows, blocks: blocks.masked_fill(is_dropped[rows], self.num_blocks)
+        )
+
+    def _mapped(self, move: Callable[[slice, Tensor], Tensor]) -> RowRouting:
+        """The same rows with a map of blocks, which a function gives of some rows and blocks."""
         block_of_row = torch.empty(self.num_embeddings, dtype=_map_dtype(self.num_blocks))
         for rows, blocks in self.blocks_of_all():
-            block_of_row[rows] = blocks.masked_fill(is_dropped[rows], self.num_blocks)
-        return RowRouting(self.num_embeddings, self.num_blocks, block_of_row=block_of_row)
+            block_of_row[rows] = move(rows, blocks)
+        return replace(self, boundaries=None, block_of_row=block_of_row)
 
     def with_rows_in(self, is_home: Tensor) -> RowRouting:
         """The same routing with all rows in these blocks, ``(S,)``: those of none and of others are
@@ -184,10 +171,7 @@ class RowRouting:
             sizes = torch.zeros_like(targets).index_add(0, targets, self._row_counts)
             ends = torch.cat([self.boundaries[:1], sizes[:-1].cumsum(0)])
             return RowRouting(self.num_embeddings, self.num_blocks, boundaries=ends)
-        block_of_row = torch.empty(self.num_embeddings, dtype=_map_dtype(self.num_blocks))
-        for rows, blocks in self.blocks_of_all():
-            block_of_row[rows] = targets[blocks]
-        return RowRouting(self.num_embeddings, self.num_blocks, block_of_row=block_of_row)
+        return self._mapped(lambda rows, blocks: targets[blocks])
 
     def between(self, first: int, last: int) -> RowRouting:
         """The routing of rows ``first <= i < last``, as if they were a table; a view."""
@@ -212,12 +196,8 @@ class RowRouting:
         num_embeddings: int, num_blocks: int, tensors: dict[str, Tensor]
     ) -> RowRouting:
         """Rebuilds a routing from `to_tensors`."""
-        return RowRouting(
-            num_embeddings,
-            num_blocks,
-            boundaries=tensors.get("boundaries"),
-            block_of_row=tensors.get("block_of_row"),
-        )
+        either = {name: tensors.get(name) for name in ("boundaries", "block_of_row")}
+        return RowRouting(num_embeddings, num_blocks, **either)
 
 
 class RowRouter(nn.Module):
@@ -402,12 +382,8 @@ class RowDirectory:
 
     def __post_init__(self) -> None:
         place, numbers, count = "RowDirectory", list(self.blocks), len(self.blocks)
-        rises = (
-            numbers == sorted(set(numbers))
-            and count > 0
-            and numbers[0] >= 0
-            and numbers[-1] <= self.num_blocks
-        )
+        rises = count > 0 and numbers == sorted(set(numbers))
+        rises = rises and numbers[0] >= 0 and numbers[-1] <= self.num_blocks
         check(rises, f"{place}.blocks", f"rising numbers in 0..{self.num_blocks}", numbers)
         value = f"{self.directory.dtype} {tuple(self.directory.shape)}"
         if self.is_sorted:
@@ -461,12 +437,8 @@ class RowDirectory:
                 directory = _sparse_directory(routing, blocks, sparse)
             else:
                 directory = _rank_directory(routing, blocks)
-        return cls(
-            num_embeddings=routing.num_embeddings,
-            num_blocks=routing.num_blocks,
-            blocks=blocks,
-            directory=directory,
-        )
+        sizes = {"num_embeddings": routing.num_embeddings, "num_blocks": routing.num_blocks}
+        return cls(**sizes, blocks=blocks, directory=directory)
 
     def locate(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Blocks and positions of rows, with torch's own operators; memory about a record for each
@@ -529,14 +501,14 @@ def _locate_by_rank(
     bits = byte >> (row % 8).unsqueeze(1).to(torch.uint8) & 1
     place = (bits.long() << torch.arange(layout.num_planes, device=ids.device)).sum(1)
     place = place.clamp(max=layout.num_blocks - 1)  # a damaged directory may say more
-    same = _all_of(planes ^ (bits - 1).unsqueeze(2))
-    bytes_before = torch.arange(layout.rows_per_record // 8, device=ids.device) - (
-        row // 8
-    ).unsqueeze(1)
+    same = planes.new_full((len(ids), layout.rows_per_record // 8), 255)
+    for plane in (planes ^ (bits - 1).unsqueeze(2)).unbind(1):
+        same &= plane
+    byte_numbers = torch.arange(layout.rows_per_record // 8, device=ids.device)
+    bytes_before = byte_numbers - (row // 8).unsqueeze(1)
     last = ((1 << row % 8) - 1).unsqueeze(1)
-    same &= torch.where(bytes_before < 0, 255, torch.where(bytes_before == 0, last, 0)).to(
-        torch.uint8
-    )
+    is_before = torch.where(bytes_before < 0, 255, torch.where(bytes_before == 0, last, 0))
+    same &= is_before.to(torch.uint8)
     rank = _BITS_OF_BYTE.to(ids.device)[same.long()].sum(1, dtype=torch.int64)
     at = (COUNT_BYTES * place).unsqueeze(1) + torch.arange(COUNT_BYTES, device=ids.device)
     low, high = counts.gather(1, at).long().unbind(1)
@@ -544,22 +516,8 @@ def _locate_by_rank(
 
 
 def _check_count(num_blocks: int) -> None:
-    remedy = "form fewer blocks, or sort the rows by block"
-    check(
-        num_blocks <= MOST_BLOCKS,
-        "row directory",
-        f"at most {MOST_BLOCKS} blocks",
-        num_blocks,
-        remedy,
-    )
-
-
-def _all_of(planes: Tensor) -> Tensor:
-    """Bits that are set in all planes: ``(I, P, bytes)`` -> ``(I, bytes)``."""
-    first, *rest = planes.unbind(1)
-    for plane in rest:
-        first = first & plane
-    return first
+    limit, remedy = f"at most {MOST_BLOCKS} blocks", "form fewer blocks, or sort the rows by block"
+    check(num_blocks <= MOST_BLOCKS, "row directory", limit, num_blocks, remedy)
 
 
 def _rank_directory(routing: RowRouting, blocks: tuple[int, ...]) -> Tensor:
@@ -573,20 +531,15 @@ def _rank_directory(routing: RowRouting, blocks: tuple[int, ...]) -> Tensor:
     for rows, of_rows in routing.blocks_of_all():  # chunks begin at multiples of ROWS_PER_START
         places = place_of_block[of_rows]
         counts = _counts_of_records(places, layout).cumsum(0)
-        begin, per_start = (
-            rows.start // layout.rows_per_record,
-            ROWS_PER_START // layout.rows_per_record,
-        )
-        counts_before = torch.cat(
-            [torch.zeros(1, layout.num_blocks, dtype=torch.int64), counts[:-1]]
-        )
+        begin = rows.start // layout.rows_per_record
+        per_start = ROWS_PER_START // layout.rows_per_record
+        counts_before = pad(counts[:-1], (0, 0, 1, 0))
         of_start = counts_before[::per_start]
         starts[rows.start // ROWS_PER_START :][: len(of_start)] = rows_before + of_start
         since = counts_before - of_start.repeat_interleave(per_start, dim=0)[: len(counts_before)]
         two_bytes = torch.stack([since & 0xFF, since >> 8], dim=2).to(torch.uint8).flatten(1)
-        records[begin : begin + len(counts)] = torch.cat(
-            [two_bytes, _planes_of_records(places, layout)], dim=1
-        )
+        of_chunk = torch.cat([two_bytes, _planes_of_records(places, layout)], dim=1)
+        records[begin : begin + len(counts)] = of_chunk
         rows_before += counts[-1]
     return directory
 
@@ -638,18 +591,14 @@ def _bytes_of(bits: Tensor) -> Tensor:
 def _counts_of_records(places: Tensor, layout: RecordLayout) -> Tensor:
     """Rows of each block in each record: ``(records, K)``."""
     record = torch.arange(len(places)) // layout.rows_per_record
-    num_records = int(record[-1]) + 1
-    counts = torch.bincount(
-        record * layout.num_blocks + places, minlength=num_records * layout.num_blocks
-    )
-    return counts.view(num_records, layout.num_blocks)
+    size = (int(record[-1]) + 1) * layout.num_blocks
+    counts = torch.bincount(record * layout.num_blocks + places, minlength=size)
+    return counts.view(-1, layout.num_blocks)
 
 
 def _planes_of_records(places: Tensor, layout: RecordLayout) -> Tensor:
     """Bit planes of each record: ``(records, P R / 8)`` uint8."""
-    numbers = torch.nn.functional.pad(
-        places.to(torch.uint8), (0, -len(places) % layout.rows_per_record)
-    )
+    numbers = pad(places.to(torch.uint8), (0, -len(places) % layout.rows_per_record))
     eights = numbers.view(-1, 1, layout.rows_per_record // 8, 8)
     bits = eights >> torch.arange(layout.num_planes, dtype=torch.uint8).view(-1, 1, 1) & 1
-    return (bits << torch.arange(8, dtype=torch.uint8)).sum(3, dtype=torch.uint8).flatten(1)
+    return _bytes_of(bits).view(len(eights), -1)

@@ -19,17 +19,14 @@ INTEGERS = (torch.int32, torch.int64)
 """Dtypes of the ids, lengths and offsets that operators take."""
 _FEW_BAGS = 128
 """Numbers that Python adds up before torch has begun."""
-
-
 _RAISES, _NO_WARNING = 0, torch.zeros(1, dtype=torch.int64)
 """Arguments with which FBGEMM's check of bounds raises, and changes nothing."""
 
 
 def name_features(features: Sequence[str]) -> str:
     """Features as errors name them: ``"feature 'f'"``, ``"features 'f', 'g'"``."""
-    names_shown = ", ".join(map(repr, features[:SHOWN])) + (
-        ", ..." if len(features) > SHOWN else ""
-    )
+    more = ", ..." if len(features) > SHOWN else ""
+    names_shown = ", ".join(map(repr, features[:SHOWN])) + more
     return f"features {names_shown}" if len(features) > 1 else f"feature {names_shown}"
 
 
@@ -61,22 +58,18 @@ def offsets_of_rows(features: KeyedJaggedTensor, limits: Tensor) -> Tensor | Non
     ids, weights = features.values(), features.weights_or_none()
     if torch.compiler.is_compiling() or ids.device.type != "cpu":
         return None
-    lengths, lengths_of_keys, num_bags = (
-        features.lengths(),
-        features.offsets_or_none(),
-        len(limits) * features.stride(),
-    )
+    lengths, lengths_of_keys = features.lengths(), features.offsets_or_none()
+    num_bags = len(limits) * features.stride()
     fits = ids.dim() == lengths.dim() == 1 and lengths.numel() == num_bags > 0
     fits = fits and ids.dtype in INTEGERS and lengths.dtype in INTEGERS
     if not fits or not (weights is None or weights.numel() == ids.numel()):
         return None
-    offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(
-        lengths
-    )  # where their sum overflows, they fall
-    if lengths_of_keys is not None and not (
-        lengths_of_keys.dtype == offsets.dtype and torch.equal(lengths_of_keys, offsets)
-    ):
-        return None
+    # where their sum overflows, they fall
+    offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths)
+    if lengths_of_keys is not None:
+        agrees = lengths_of_keys.dtype == offsets.dtype and torch.equal(lengths_of_keys, offsets)
+        if not agrees:
+            return None
     try:
         torch.ops.fbgemm.bounds_check_indices(limits, ids, offsets, _RAISES, _NO_WARNING)
     except RuntimeError:
@@ -92,9 +85,8 @@ def are_sound(lengths: Tensor, num_bags: int, num_ids: int) -> bool:
     if num_bags <= _FEW_BAGS:
         counts = lengths.flatten().tolist()
         return sum(counts) == num_ids and min(counts, default=0) >= 0
-    lowest, highest = torch.aminmax(
-        lengths
-    )  # no length above the number of ids: their sum does not overflow
+    # no length above the number of ids: their sum does not overflow
+    lowest, highest = torch.aminmax(lengths)
     return int(lowest) >= 0 and int(highest) <= num_ids and int(lengths.sum()) == num_ids
 
 
@@ -108,18 +100,10 @@ def refuse_bags(
     """Says what is wrong with the bags of a batch; looks at one after the other."""
     everywhere, num_ids, num_bags = name_features(names), ids.numel(), sum(strides)
     check(lengths.dtype in INTEGERS, everywhere, "int32 or int64 lengths", lengths.dtype)
-    check(
-        lengths.numel() == num_bags,
-        everywhere,
-        f"{num_bags} lengths, one for each bag",
-        lengths.numel(),
-    )
+    requirement = f"{num_bags} lengths, one for each bag"
+    check(lengths.numel() == num_bags, everywhere, requirement, lengths.numel())
     check(ids.dim() == 1, everywhere, "ids of one dimension", tuple(ids.shape))
-    bags = [
-        (name, number)
-        for name, stride in zip(names, strides, strict=True)
-        for number in range(stride)
-    ]
+    bags = [(name, n) for name, size in zip(names, strides, strict=True) for n in range(size)]
     rest = num_ids
     for (name, number), length in zip(bags, lengths.flatten().tolist(), strict=True):
         place, sample = name_features([name]), f"in sample {number}"
@@ -127,9 +111,8 @@ def refuse_bags(
         value = f"a bag of {length} {sample}, with {rest} left"
         check(length <= rest, place, "no more ids than there are", value)
         rest -= length
-    check(
-        rest == 0, everywhere, f"as many ids as their lengths add up to, {num_ids - rest}", num_ids
-    )
+    requirement = f"as many ids as their lengths add up to, {num_ids - rest}"
+    check(rest == 0, everywhere, requirement, num_ids)
     if weights is not None:
         value = f"{weights.numel()} weights"
         check(weights.numel() == num_ids, everywhere, f"a weight for each of {num_ids} ids", value)
@@ -143,10 +126,8 @@ def readable_bags(
     check(offsets.dtype in INTEGERS, everywhere, "int32 or int64 offsets", offsets.dtype)
     first = int(offsets[0]) if offsets.numel() else None
     check(first == 0, everywhere, "offsets that rise from 0", first)
-    num_bags = offsets.numel() - 1
-    refuse_bags(
-        names, offsets.long().diff(), [num_bags // max(len(names), 1)] * len(names), ids, weights
-    )
+    strides = [(offsets.numel() - 1) // max(len(names), 1)] * len(names)
+    refuse_bags(names, offsets.long().diff(), strides, ids, weights)
     return integer_ids(ids, names), weights if weights is None else weights.float()
 
 
@@ -169,12 +150,8 @@ class FeatureSplit:
 
     def __post_init__(self) -> None:
         num_blocks = 1 if self.routing is None else self.routing.num_blocks
-        check(
-            len(self.keys) == num_blocks,
-            f"feature {self.feature!r}",
-            f"{num_blocks} keys",
-            len(self.keys),
-        )
+        place, count = f"feature {self.feature!r}", len(self.keys)
+        check(count == num_blocks, place, f"{num_blocks} keys", count)
 
 
 class BagSplitter(nn.Module):
@@ -186,12 +163,8 @@ class BagSplitter(nn.Module):
         super().__init__()
         self._splits = tuple(splits)
         self._keys: list[str] = [key for split in splits for key in split.keys if key is not None]
-        check(
-            len(set(self._keys)) == len(self._keys),
-            "BagSplitter",
-            "distinct output keys",
-            self._keys,
-        )
+        are_distinct = len(set(self._keys)) == len(self._keys)
+        check(are_distinct, "BagSplitter", "distinct output keys", self._keys)
         # Features that share a routing (several on one table) share its tensors.
         self._routers = nn.ModuleList()
         self._router_of_split: list[int | None] = []
@@ -222,19 +195,11 @@ class BagSplitter(nn.Module):
         bags = select_features(features, [split.feature for split in self._splits])
         weights = bags.weights_or_none()
         learns = weights is not None and weights.requires_grad and torch.is_grad_enabled()
-        if (
-            bags.values().device.type == "cpu" and are_compiled() and not learns
-        ):  # the operator knows no gradient
-            values, lengths, weights = self._split_at_once(bags)
-        else:
-            values, lengths, weights = self._split_by_sorting(bags)
-        return KeyedJaggedTensor(
-            keys=self._keys,
-            values=values,
-            weights=weights,
-            lengths=lengths,
-            stride=features.stride(),
-        )
+        # the operator knows no gradient
+        is_at_once = bags.values().device.type == "cpu" and are_compiled() and not learns
+        split = self._split_at_once if is_at_once else self._split_by_sorting
+        values, lengths, weights = split(bags)
+        return KeyedJaggedTensor(self._keys, values, weights, lengths, stride=features.stride())
 
     def _split_at_once(self, bags: KeyedJaggedTensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Ids, lengths and weights of the split bags, by the compiled operator."""
@@ -257,35 +222,22 @@ class BagSplitter(nn.Module):
 
     def _split_by_sorting(self, bags: KeyedJaggedTensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Splits bags by torch's own operators, on any device; returns the same."""
-        slot = self._slots.index_select(
-            0, self._blocks_of(bags.values().split(bags.length_per_key()))
-        )
-        return sort_by_slot(bags, slot, len(self._keys))
-
-    def _blocks_of(self, values: Sequence[Tensor]) -> Tensor:
-        """Returns, for each id, the index of its pair of split and block, ``(I,)``."""
-        blocks, first = [], 0
+        values = bags.values().split(bags.length_per_key())
+        blocks, first = [], 0  # the number of each id's pair of split and block
         for split, router, ids in zip(self._splits, self._router_of_split, values, strict=True):
-            block = (
-                torch.zeros_like(ids, dtype=torch.int64)
-                if router is None
-                else self._routers[router](ids)
-            )
-            blocks.append(block + first)
+            block = ids.new_zeros(len(ids), dtype=torch.int64)
+            blocks.append((block if router is None else self._routers[router](ids)) + first)
             first += len(split.keys) + 1
-        return torch.cat(blocks)
+        slot = self._slots.index_select(0, torch.cat(blocks))
+        return sort_by_slot(bags, slot, len(self._keys))
 
 
 def sort_by_slot(
     bags: KeyedJaggedTensor, slot: Tensor, num_keys: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Splits bags by the key that each id goes to; ids keep their order within a bag."""
-    batch_size, values, weights, lengths = (
-        bags.stride(),
-        bags.values(),
-        bags.weights_or_none(),
-        bags.lengths(),
-    )
+    values, weights, lengths = bags.values(), bags.weights_or_none(), bags.lengths()
+    batch_size = bags.stride()
     order = torch.argsort(slot, stable=True)[: int((slot < num_keys).sum())]
     bag = torch.arange(batch_size, device=slot.device).repeat(len(bags.keys()))
     bag = torch.repeat_interleave(bag, lengths, output_size=slot.numel())

@@ -1,5 +1,7 @@
 """Bags on a GPU: what the kernels share, and the check of a batch, for whose finds nobody waits."""
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 from __future__ import annotations
 
 import functools
@@ -55,29 +57,17 @@ def bad_bags(
 ) -> Tensor:
     """Looks for lengths and ids that may not be. Local; the GPU alone waits for it."""
     has_no_bags, num_keys = lengths.numel() == 0, len(bounds)
-    fault = torch.full(
-        (1,), int(has_no_bags and ids.numel() > 0), dtype=torch.int32, device=ids.device
-    )
+    is_bad = int(has_no_bags and ids.numel() > 0)
+    fault = torch.full((1,), is_bad, dtype=torch.int32, device=ids.device)
     batch_size = lengths.numel() // max(num_keys, 1)
     if not has_no_bags:
-        _check_kernel[(triton.cdiv(batch_size, BAGS_PER_CHECK), num_keys)](
-            ids,
-            lengths,
-            offsets,
-            bounds,
-            longest,
-            fault,
-            ids.numel(),
-            lengths.numel(),
-            batch_size,
-            no_limit,
-            bags_per_program=BAGS_PER_CHECK,
-            ids_per_step=IDS_PER_CHECK,
-        )
+        sizes = (ids.numel(), lengths.numel(), batch_size, no_limit)
+        check_bags = _check_kernel[(triton.cdiv(batch_size, BAGS_PER_CHECK), num_keys)]
+        check_bags(ids, lengths, offsets, bounds, longest, fault, *sizes)
     return fault
 
 
-def _check_bags(  # type: ignore[no-untyped-def]
+def _check_bags(
     ids,
     lengths,
     offsets,
@@ -88,27 +78,22 @@ def _check_bags(  # type: ignore[no-untyped-def]
     num_bags,
     batch_size,
     no_limit,
-    bags_per_program: tl.constexpr,
-    ids_per_step: tl.constexpr,
+    bags_per_program: tl.constexpr = BAGS_PER_CHECK,
+    ids_per_step: tl.constexpr = IDS_PER_CHECK,
 ):
     """Checks some bags of one key, and every id in them."""
     first = tl.program_id(0).to(tl.int64) * bags_per_program
     key, last = tl.program_id(1), tl.minimum(first + bags_per_program, batch_size)
     sample = first + tl.arange(0, bags_per_program)
-    is_bag, bag, begin_of_key = (
-        sample < last,
-        key.to(tl.int64) * batch_size + sample,
-        key.to(tl.int64) * batch_size,
-    )
+    begin_of_key = key.to(tl.int64) * batch_size
+    is_bag, bag = sample < last, begin_of_key + sample
     length = tl.load(lengths + bag, mask=is_bag, other=0).to(tl.int64)
     begin = tl.load(offsets + bag, mask=is_bag, other=0).to(tl.int64)
     end = tl.load(offsets + bag + 1, mask=is_bag, other=0).to(tl.int64)
     is_bad = (length < 0) | (length > tl.load(longest + key)) | (end - begin != length)
     bad = tl.max(tl.where(is_bag & is_bad, 1, 0), axis=0)
-    low, high = (
-        tl.load(offsets + begin_of_key + first).to(tl.int64),
-        tl.load(offsets + begin_of_key + last).to(tl.int64),
-    )
+    low = tl.load(offsets + begin_of_key + first).to(tl.int64)
+    high = tl.load(offsets + begin_of_key + last).to(tl.int64)
     is_sound = (low >= 0) & (low <= high) & (high <= num_ids)
     is_sound = is_sound & (tl.load(offsets) == 0) & (tl.load(offsets + num_bags) == num_ids)
     bad |= tl.where(is_sound, 0, 1)
@@ -117,9 +102,8 @@ def _check_bags(  # type: ignore[no-untyped-def]
     for start in range(low, high, ids_per_step):
         place = start + tl.arange(0, ids_per_step)
         id_there = tl.load(ids + place, mask=place < high, other=0).to(tl.int64)
-        bad |= tl.max(
-            tl.where((place < high) & ((id_there < 0) | (id_there >= bound)), 1, 0), axis=0
-        )
+        is_bad_id = (place < high) & ((id_there < 0) | (id_there >= bound))
+        bad |= tl.max(tl.where(is_bad_id, 1, 0), axis=0)
     tl.store(fault, 1, mask=bad != 0)
 
 

@@ -61,7 +61,6 @@ class NativeLibrary:
     place: str
     sources: tuple[Path, ...]
     without: str
-    instruction_set_function: str
 
     def is_there(self) -> bool:
         """Loads the operators, building them if need be; False where they cannot be, or
@@ -91,7 +90,7 @@ class NativeLibrary:
         same bits."""
         if limit is not None:
             check_known("instruction set", limit, INSTRUCTION_SETS)
-        function = getattr(ctypes.CDLL(str(self.build())), self.instruction_set_function)
+        function = ctypes.CDLL(str(self.build())).dnis_instruction_set
         function.restype, function.argtypes = ctypes.c_char_p, [ctypes.c_char_p]
         return function(None if limit is None else limit.encode()).decode()
 
@@ -216,17 +215,17 @@ def once(function: Callable[[], bool]) -> Callable[[], bool]:
     return in_turn
 
 
+PACKED_SOURCES = "packed.cpp", "levels.h", "packed_kernel.h", "encode_kernel.h"
+SELECT_SOURCES = "select.cpp", "blocks.h", "levels.h", "row_kernel.h"
 LOOKUPS = NativeLibrary(
     name="packed",
     place="packed lookup",
-    sources=tuple(CSRC / n for n in ("packed.cpp", "packed_kernel.h", "encode_kernel.h")),
+    sources=tuple(map(CSRC.joinpath, PACKED_SOURCES)),
     without="lookups and codes run on torch's operators, many times slower",
-    instruction_set_function="dnis_instruction_set",
 )
 SELECTION = NativeLibrary(
     name="select",
     place="block operators",
-    sources=tuple(CSRC / n for n in ("select.cpp", "blocks.h", "row_loops.h", "row_kernel.h")),
+    sources=tuple(map(CSRC.joinpath, SELECT_SOURCES)),
     without="training steps run on torch's operators, somewhat slower",
-    instruction_set_function="dnis_block_instruction_set",
 )

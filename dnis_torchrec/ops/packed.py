@@ -10,17 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dnis_torchrec.blocks.codes import (
-    FLOAT_BITS,
-    ColumnCodes,
-    check_finite,
-    decode_rows,
-    encode_rows,
-    field_offsets,
-    pack_fields,
-    row_strides,
-)
-from dnis_torchrec.checks import check, describe
+from dnis_torchrec.blocks import codes as column_codes
+from dnis_torchrec.blocks.codes import FLOAT_BITS, ColumnCodes, row_strides
+from dnis_torchrec.checks import check
 from dnis_torchrec.ops.batches import INTEGERS, are_sound, name_features, refuse_bags
 from dnis_torchrec.ops.build import LOOKUPS, NAMESPACE, once
 
@@ -102,7 +94,7 @@ def field_groups(bits: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """Describes the columns of blocks for a lookup, 16 columns in a group, 24 bytes for each
     column."""
     padding = (0, -bits.shape[1] % COLUMNS_PER_GROUP)
-    offset, width = pad(field_offsets(bits), padding), pad(bits.long(), padding)
+    offset, width = pad(column_codes.field_offsets(bits), padding), pad(bits.long(), padding)
     is_code = (width > 0) & (width < FLOAT_BITS)
     start, bit = (part.view(-1, COLUMNS_PER_GROUP) for part in (offset // 8, offset % 8))
     has_field = (width > 0).view(-1, COLUMNS_PER_GROUP)
@@ -145,9 +137,8 @@ def _first(start: Tensor, has_field: Tensor) -> Tensor:
 
 def _bytes_from(start: Tensor, num_bytes: int) -> Tensor:
     """Four bytes from `start` on, in one number; beyond the window stands what is masked out."""
-    return sum(
-        ((start + byte) % num_bytes << 8 * byte for byte in range(4)), start=torch.zeros_like(start)
-    )
+    parts = [(start + byte) % num_bytes << 8 * byte for byte in range(4)]
+    return torch.stack(parts).sum(0)
 
 
 def torch_packed_embedding_bag(
@@ -176,9 +167,8 @@ def torch_packed_embedding_bag(
     fits = keys is not None or not batch_size or num_bags == len(feature_layout) * batch_size
     check(fits, f"{place}: offsets", "bags for each feature and for no other", num_bags)
     out = torch.zeros(batch_size, width, device=ids.device)
-    for feature, (table, first_column, embedding_dim, is_mean) in enumerate(
-        feature_layout.tolist()
-    ):
+    for feature, fields_of_feature in enumerate(feature_layout.tolist()):
+        table, first_column, embedding_dim, is_mean = fields_of_feature
         key = feature if keys is None else keys[feature]
         bags = bounds[key * batch_size : (key + 1) * batch_size + 1]
         first, last, lengths = int(bags[0]), int(bags[-1]), bags.diff()
@@ -186,9 +176,7 @@ def torch_packed_embedding_bag(
         is_row = (rows >= 0) & (rows < fields[0])
         if not zero_unknown and not bool(is_row.all()):
             requirement = f"ids in 0..{fields[0] - 1}"
-            raise ValueError(
-                describe(f"{place}: feature {feature}", requirement, int(rows[~is_row][0]))
-            )
+            check(False, f"{place}: feature {feature}", requirement, int(rows[~is_row][0]))
         places = is_row.nonzero().squeeze(1)
         values = _rows_of_table(tables, fields, block_layout, groups, rows[places], embedding_dim)
         if per_sample_weights is not None:
@@ -231,9 +219,8 @@ def _rows_of_table(
         here = (blocks == block).nonzero().squeeze(1)
         position = positions[here]
         is_there = (position >= 0) & (position < size)
-        check(
-            bool(is_there.all()), PACKED_EMBEDDING_BAG, "a directory of rows that exist", "others"
-        )
+        requirement = "a directory of rows that exist"
+        check(bool(is_there.all()), PACKED_EMBEDDING_BAG, requirement, "others")
         of_block = groups[first_group : first_group + -(-dim // COLUMNS_PER_GROUP)].to(rows.device)
         values[here] = _values(tables[of_rows], begin + position * stride, of_block)[:, :dim]
     return values
@@ -246,16 +233,10 @@ def _values(rows: Tensor, start: Tensor, groups: Tensor) -> Tensor:
     byte = (window.unsqueeze(1) + (wide & 0xFF)).flatten().long()
     four = start.view(-1, 1, 1) + byte.unsqueeze(1) + torch.arange(4, device=rows.device)
     # what lies beyond the last row is masked out
-    field = (
-        rows[four.clamp(max=rows.numel() - 1)].int()
-        << torch.arange(0, 32, 8, device=rows.device).int()
-    )
-    field = field.sum(2, dtype=torch.int64).to(torch.int32)
-    masks, scales, biases = (
-        masks.flatten(),
-        scales.view(torch.float32).flatten(),
-        biases.view(torch.float32).flatten(),
-    )
+    bits = torch.arange(0, 32, 8, device=rows.device).int()
+    field = rows[four.clamp(max=rows.numel() - 1)].int() << bits
+    field, masks = field.sum(2, dtype=torch.int64).to(torch.int32), masks.flatten()
+    scales, biases = (part.view(torch.float32).flatten() for part in (scales, biases))
     values = (field & masks).float() * scales + biases
     return torch.where(masks == -1, field.view(torch.float32), values)
 
@@ -286,9 +267,7 @@ def torch_bag_offsets(lengths: Tensor, ids: Tensor, features: Tensor) -> Tensor:
     check(lengths.dtype in INTEGERS, name_features(names), "int32 or int64 lengths", "others")
     if not are_sound(lengths, lengths.numel(), ids.numel()):
         refuse_bags(names, lengths, [lengths.shape[1]] * len(names), ids.flatten())
-    return torch.cat(
-        [lengths.new_zeros(1, dtype=torch.int64), lengths.flatten().cumsum(0, dtype=torch.int64)]
-    )
+    return pad(lengths.flatten().cumsum(0, dtype=torch.int64), (1, 0))
 
 
 def _fake_offsets(lengths: Tensor, ids: Tensor, features: Tensor) -> Tensor:
@@ -320,7 +299,7 @@ def _encode_to(out: Tensor, values: Tensor, blocks: Tensor, codes: ColumnCodes, 
     parts = codes.bits, codes.scale, codes.shift, codes.gain, codes.feedback
     of_columns = [None if part is None else part.contiguous() for part in parts]
     if not torch.ops.dnis_torchrec.encode_rows.default(values, blocks, *of_columns, out):
-        check_finite(values, blocks, place)
+        column_codes.check_finite(values, blocks, place)
 
 
 def torch_encode_rows(
@@ -338,12 +317,12 @@ def torch_encode_rows(
     if not bool(values.isfinite().all()):
         return False
     codes = ColumnCodes(bits, scale, shift, feedback, gain)
-    fields = encode_rows(values, blocks, codes)
+    fields = column_codes.encode_rows(values, blocks, codes)
     if out.dtype == torch.float32:
-        out.copy_(decode_rows(fields, blocks, codes))
+        out.copy_(column_codes.decode_rows(fields, blocks, codes))
         return True
     present = [s for s in blocks.unique().tolist() if s < len(bits)]
-    parts = [pack_fields(fields[blocks == s], bits[s]).flatten() for s in present]
+    parts = [column_codes.pack_fields(fields[blocks == s], bits[s]).flatten() for s in present]
     out.copy_(torch.cat([out.new_empty(0), *parts]))
     return True
 

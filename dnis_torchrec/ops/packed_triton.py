@@ -1,5 +1,7 @@
 """The lookup of packed tables on a GPU: Triton kernels with the bits of the CPU's operator."""
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 from __future__ import annotations
 
 import functools
@@ -23,6 +25,9 @@ if batches_triton.triton is not None:
 NO_DIRECTORY, SORTED, RANKS, SPARSE = 0, 1, 2, 3
 BAGS_PER_SEGMENT, IDS_PER_STEP, WARPS_PER_SEARCH = 64, 128, 4
 """Bags whose ids, side by side in memory, one program takes, and how many ids at a time."""
+BAGS_PER_PROGRAM, NUM_WARPS = 8, 4
+"""Bags that a program pools side by side: their rows are asked of memory together. They divide a
+segment."""
 GROUP_BITS = 24
 """Of what is found about an id: the lowest bits are its row's first group, those above count bytes
 to the row."""
@@ -52,7 +57,10 @@ class Feature(NamedTuple):
     layer: int
 
 
-def _count_of_bits(bits):  # type: ignore[no-untyped-def]
+FEATURE_FIELDS = len(Feature._fields)
+
+
+def _count_of_bits(bits):
     """Bits that are set in each of some numbers below 2^16."""
     bits = bits - ((bits >> 1) & 0x5555)
     bits = (bits & 0x3333) + ((bits >> 2) & 0x3333)
@@ -60,13 +68,12 @@ def _count_of_bits(bits):  # type: ignore[no-untyped-def]
     return (bits + (bits >> 8)) & 0x1F
 
 
-def _place_in_record(  # type: ignore[no-untyped-def]  # as above
+def _place_in_record(
     record, place, is_row, num_blocks, num_planes: tl.constexpr, rows_per_record: tl.constexpr
 ):
     """The block of each row by its record, and how many of its rows stand before it there."""
-    number = tl.arange(
-        0, rows_per_record // 16
-    )  # of 16 bits of a plane: records begin at even bytes
+    # of 16 bits of a plane: records begin at even bytes
+    number = tl.arange(0, rows_per_record // 16)
     planes = (record + 2 * num_blocks)[:, None] + number[None, :] * 2
     offset = place[:, None] - number[None, :] * 16
     inside = tl.minimum(tl.maximum(offset, 0), 16)
@@ -82,7 +89,7 @@ def _place_in_record(  # type: ignore[no-untyped-def]  # as above
     return block, tl.sum(_count(same), axis=1)
 
 
-def _row_among_stored(directory, row, is_row, num_rows):  # type: ignore[no-untyped-def]  # as above
+def _row_among_stored(directory, row, is_row, num_rows):
     """Whether each row is stored by a sparse directory, how many stored ones stand before it, and
     where their ranks begin."""
     head = directory.to(tl.pointer_type(tl.int32))
@@ -115,14 +122,14 @@ def _row_among_stored(directory, row, is_row, num_rows):  # type: ignore[no-unty
     return is_stored, tl.where(is_stored, rank, 0).to(tl.int64), num_stored, ranks
 
 
-def _where_rows_stand(  # type: ignore[no-untyped-def]  # as above
+def _where_rows_stand(
     feature,
     row,
     is_row,
     kind: tl.constexpr,
     num_planes: tl.constexpr,
     rows_per_record: tl.constexpr,
-    rows_per_start: tl.constexpr,
+    rows_per_start: tl.constexpr = ROWS_PER_START,
 ):
     """The block of each row, and its position there."""
     block, position, num_blocks = (row * 0).to(tl.int32), row, tl.load(feature + 5)
@@ -156,8 +163,14 @@ def _where_rows_stand(  # type: ignore[no-untyped-def]  # as above
     return block, position
 
 
-def _segment_of_bags(  # type: ignore[no-untyped-def]  # as above
-    offsets, feature, segment, num_ids, num_bags, batch_size, bags_per_segment: tl.constexpr
+def _segment_of_bags(
+    offsets,
+    feature,
+    segment,
+    num_ids,
+    num_bags,
+    batch_size,
+    bags_per_segment: tl.constexpr = BAGS_PER_SEGMENT,
 ):
     """Where the ids of a segment begin and end, and whether that can be: where not, both are 0."""
     first = segment * bags_per_segment
@@ -174,7 +187,7 @@ _locate = jit(_where_rows_stand)
 segment_of_bags = jit(_segment_of_bags)
 
 
-def _find_rows(  # type: ignore[no-untyped-def]  # as above
+def _find_rows(
     ids,
     offsets,
     features,
@@ -188,19 +201,15 @@ def _find_rows(  # type: ignore[no-untyped-def]  # as above
     kind: tl.constexpr,
     num_planes: tl.constexpr,
     rows_per_record: tl.constexpr,
-    rows_per_start: tl.constexpr,
-    fields_per_feature: tl.constexpr,
-    bags_per_segment: tl.constexpr,
-    ids_per_step: tl.constexpr,
-    group_bits: tl.constexpr,
+    fields_per_feature: tl.constexpr = FEATURE_FIELDS,
+    ids_per_step: tl.constexpr = IDS_PER_STEP,
+    group_bits: tl.constexpr = GROUP_BITS,
 ):
     """Writes, for every id of a segment, where its row's bytes begin and its first group; -1 for
     nothing to read."""
     feature = features + tl.program_id(1) * fields_per_feature  # fields in the order of Feature
     segment = tl.program_id(0).to(tl.int64)
-    begin, end, is_sound = segment_of_bags(
-        offsets, feature, segment, num_ids, num_bags, batch_size, bags_per_segment
-    )
+    begin, end, is_sound = segment_of_bags(offsets, feature, segment, num_ids, num_bags, batch_size)
     bad, layer = tl.where(is_sound, 0, 1), places + tl.load(feature + 10) * num_ids
     num_rows, num_blocks = tl.load(feature + 3), tl.load(feature + 5)
     of_blocks = blocks + tl.load(feature + 4) * 4
@@ -210,9 +219,7 @@ def _find_rows(  # type: ignore[no-untyped-def]  # as above
         row = tl.load(ids + position, mask=is_id, other=0).to(tl.int64)
         is_row = is_id & (row >= 0) & (row < num_rows)
         row = tl.where(is_row, row, 0)
-        block, within = _locate(
-            feature, row, is_row, kind, num_planes, rows_per_record, rows_per_start
-        )
+        block, within = _locate(feature, row, is_row, kind, num_planes, rows_per_record)
         is_block = is_row & (block >= 0) & (block < num_blocks)
         of_block = of_blocks + block * 4
         first_byte = tl.load(of_block, mask=is_block, other=0)
@@ -230,11 +237,6 @@ def _find_rows(  # type: ignore[no-untyped-def]  # as above
 
 
 _search_kernel: Any = jit(_find_rows)
-
-
-BAGS_PER_PROGRAM, NUM_WARPS = 8, 4
-"""Bags that a program pools side by side: their rows are asked of memory together. They divide a
-segment."""
 
 
 def triton_packed_embedding_bag(
@@ -273,49 +275,25 @@ def triton_packed_embedding_bag(
     fault = torch.zeros(1, dtype=torch.int32, device=ids.device)
     block_layout, columns = block_layout.to(ids.device), _column_constants(groups, ids.device)
     sizes = (ids.numel(), offsets.numel() - 1, batch_size)
+    weights = places if per_sample_weights is None else per_sample_weights
     for directory, features in launches.items():
         of_features = on_device(features, ids.device)
         num_segments = batches_triton.triton.cdiv(batch_size, BAGS_PER_SEGMENT)
-        _search_kernel[(num_segments, len(features))](
-            ids,
-            offsets,
-            of_features,
-            block_layout,
-            places,
-            fault,
-            *sizes,
-            checks_ids=not zero_unknown,
-            **directory._asdict(),
-            rows_per_start=ROWS_PER_START,
-            fields_per_feature=len(Feature._fields),
-            bags_per_segment=BAGS_PER_SEGMENT,
-            ids_per_step=IDS_PER_STEP,
-            group_bits=GROUP_BITS,
-            num_warps=WARPS_PER_SEARCH,
-        )
-        columns_per_program, programs_per_bag = column_programs(
-            [feature.embedding_dim for feature in features]
-        )
+        constants = {"checks_ids": not zero_unknown, "num_warps": WARPS_PER_SEARCH}
+        search = _search_kernel[(num_segments, len(features))]
+        inputs = (ids, offsets, of_features, block_layout)
+        search(*inputs, places, fault, *sizes, **constants, **directory._asdict())
+        widths = [feature.embedding_dim for feature in features]
+        columns_per_program, programs_per_bag = column_programs(widths)
         num_programs = batches_triton.triton.cdiv(batch_size, BAGS_PER_PROGRAM)
+        tensors = (places, offsets, weights, of_features, block_layout, columns, fault, out)
         _kernel[(num_programs, len(features), programs_per_bag)](
-            places,
-            offsets,
-            places if per_sample_weights is None else per_sample_weights,
-            of_features,
-            block_layout,
-            columns,
-            fault,
-            out,
+            *tensors,
             *sizes,
             width,
             has_weights=per_sample_weights is not None,
             is_one_block=directory.kind == NO_DIRECTORY,
-            columns_per_group=COLUMNS_PER_GROUP,
-            fields_per_feature=len(Feature._fields),
-            bags_per_segment=BAGS_PER_SEGMENT,
-            bags_per_program=BAGS_PER_PROGRAM,
             columns_per_program=columns_per_program,
-            group_bits=GROUP_BITS,
             num_warps=NUM_WARPS,
             enable_fp_fusion=False,  # else it would round otherwise than on the CPU
         )
@@ -334,17 +312,9 @@ def _column_constants(groups: Tensor, device: torch.device) -> Tensor:
     if entry is None or entry[0] != version or version[1] is None:
         columns = torch.empty(len(groups), COLUMNS_PER_GROUP, 2, dtype=torch.int32, device=device)
         if len(groups):
-            _constants_kernel[(len(groups),)](
-                groups.to(device),
-                columns,
-                group_fields=GROUP_FIELDS,
-                columns_per_group=COLUMNS_PER_GROUP,
-                num_warps=1,
-            )
-        if columns.is_cuda:
-            torch.cuda.current_stream(
-                device
-            ).synchronize()  # once: another stream may be the next to read them
+            _constants_kernel[(len(groups),)](groups.to(device), columns, num_warps=1)
+        if columns.is_cuda:  # once: another stream may be the next to read them
+            torch.cuda.current_stream(device).synchronize()
         entry = _columns_of_groups[groups] = (version, columns)
     return entry[1]
 
@@ -385,22 +355,22 @@ def _launches(
     return {directory: tuple(features) for directory, features in launches.items()}
 
 
-def _bags_of_program(  # type: ignore[no-untyped-def]
+def _bags_of_program(
     offsets,
     feature,
     num_ids,
     num_bags,
     batch_size,
-    bags_per_segment: tl.constexpr,
-    bags_per_program: tl.constexpr,
     columns_per_program: tl.constexpr,
+    bags_per_segment: tl.constexpr = BAGS_PER_SEGMENT,
+    bags_per_program: tl.constexpr = BAGS_PER_PROGRAM,
 ):
     """Bags of a program, and where the ids of each begin and end: in their segment, or nowhere, and
     then not sound."""
     first = tl.program_id(0).to(tl.int64) * bags_per_program
     segment = first // bags_per_segment
     lowest, highest, is_segment = segment_of_bags(
-        offsets, feature, segment, num_ids, num_bags, batch_size, bags_per_segment
+        offsets, feature, segment, num_ids, num_bags, batch_size
     )
     bag = tl.broadcast_to(
         (first + tl.arange(0, bags_per_program))[:, None], (bags_per_program, columns_per_program)
@@ -412,7 +382,7 @@ def _bags_of_program(  # type: ignore[no-untyped-def]
     return bag, begin, length, is_sound
 
 
-def _words_of_rows(low, byte):  # type: ignore[no-untyped-def]  # as above
+def _words_of_rows(low, byte):
     """The two aligned words that each field of rows may lie in, the second where it reaches there,
     and its bit."""
     first, is_there = ((byte & 3) * 8).to(tl.int32) + (low & 0xFFFFFF), (low & (1 << 30)) != 0
@@ -422,23 +392,23 @@ def _words_of_rows(low, byte):  # type: ignore[no-untyped-def]  # as above
     return word, tl.load(place + 1, mask=is_there & (bit > (low >> 24 & 31)), other=0), bit
 
 
-def _values_of_words(low, high, word, next_word, bit):  # type: ignore[no-untyped-def]  # as above
+def _values_of_words(low, high, word, next_word, bit):
     """The values of some columns of rows; 0 where both constants are."""
     spare_bits = low >> 24 & 31
     both = (word.to(tl.int64) & 0xFFFFFFFF) | (next_word.to(tl.int64) << 32)
-    field = ((both >> bit).to(tl.int32) << spare_bits).to(tl.uint32, bitcast=True) >> spare_bits.to(
-        tl.uint32
-    )
-    field = field.to(tl.int32, bitcast=True)
-    scale = (high & -65536).to(
-        tl.float32, bitcast=True
-    )  # a bfloat16 is the upper half of a float32
+    left_end = ((both >> bit).to(tl.int32) << spare_bits).to(tl.uint32, bitcast=True)
+    field = (left_end >> spare_bits.to(tl.uint32)).to(tl.int32, bitcast=True)
+    # a bfloat16 is the upper half of a float32
+    scale = (high & -65536).to(tl.float32, bitcast=True)
     value = ((field << 1) + (high << 16 >> 16)).to(tl.float32) * 0.5 * scale
     return tl.where((low & (1 << 29)) != 0, field.to(tl.float32, bitcast=True), value)
 
 
-def _constants_of_group(  # type: ignore[no-untyped-def]  # as above
-    groups, columns, group_fields: tl.constexpr, columns_per_group: tl.constexpr
+def _constants_of_group(
+    groups,
+    columns,
+    group_fields: tl.constexpr = GROUP_FIELDS,
+    columns_per_group: tl.constexpr = COLUMNS_PER_GROUP,
 ):
     """Packs the constants of one group, see `_column_constants`."""
     column = tl.arange(0, columns_per_group)
@@ -447,9 +417,8 @@ def _constants_of_group(  # type: ignore[no-untyped-def]  # as above
     mask = tl.load(group + columns_per_group + column)
     scale = tl.load(group + 2 * columns_per_group + column).to(tl.float32, bitcast=True)
     bias = tl.load(group + 3 * columns_per_group + column).to(tl.float32, bitcast=True)
-    lowest = tl.where(mask == 0, 1, mask & -mask).to(
-        tl.float32
-    )  # a power of two: its exponent is the field's bit
+    # a power of two: its exponent is the field's bit
+    lowest = tl.where(mask == 0, 1, mask & -mask).to(tl.float32)
     bit = (lowest.to(tl.int32, bitcast=True) >> 23) - 127
     width = (((mask >> bit) + 1).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
     is_float = mask == -1
@@ -466,7 +435,7 @@ def _constants_of_group(  # type: ignore[no-untyped-def]  # as above
 _bags, _words, _values = jit(_bags_of_program), jit(_words_of_rows), jit(_values_of_words)
 
 
-def _pool_bags(  # type: ignore[no-untyped-def]  # as above
+def _pool_bags(
     places,
     offsets,
     weights,
@@ -481,25 +450,17 @@ def _pool_bags(  # type: ignore[no-untyped-def]  # as above
     width,
     has_weights: tl.constexpr,
     is_one_block: tl.constexpr,
-    columns_per_group: tl.constexpr,
-    fields_per_feature: tl.constexpr,
-    bags_per_segment: tl.constexpr,
-    bags_per_program: tl.constexpr,
     columns_per_program: tl.constexpr,
-    group_bits: tl.constexpr,
+    columns_per_group: tl.constexpr = COLUMNS_PER_GROUP,
+    fields_per_feature: tl.constexpr = FEATURE_FIELDS,
+    bags_per_program: tl.constexpr = BAGS_PER_PROGRAM,
+    group_bits: tl.constexpr = GROUP_BITS,
 ):
     """Pools `bags_per_program` bags of one feature, into `columns_per_program` columns of the
     output."""
     feature = features + tl.program_id(1) * fields_per_feature  # fields in the order of Feature
     bag, begin, length, is_sound = _bags(
-        offsets,
-        feature,
-        num_ids,
-        num_bags,
-        batch_size,
-        bags_per_segment,
-        bags_per_program,
-        columns_per_program,
+        offsets, feature, num_ids, num_bags, batch_size, columns_per_program
     )
     bad = tl.max(tl.max(tl.where(is_sound, 0, 1), axis=1), axis=0)
     tl.store(fault, 1, mask=bad != 0)
@@ -530,9 +491,8 @@ def _pool_bags(  # type: ignore[no-untyped-def]  # as above
         if has_weights:
             value *= tl.load(weights + begin + step, mask=place >= 0, other=0.0)
         sums += value
-    count = tl.where(tl.load(feature + 9) != 0, tl.maximum(length, 1), 1).to(
-        tl.float32
-    )  # MEAN divides
+    # MEAN divides
+    count = tl.where(tl.load(feature + 9) != 0, tl.maximum(length, 1), 1).to(tl.float32)
     to = out + bag * width + tl.load(feature + 7) + column[None, :]
     tl.store(to, tl.div_rn(sums, count), mask=(bag < batch_size) & is_column)
 

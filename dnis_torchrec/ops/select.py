@@ -9,13 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dnis_torchrec.blocks.codes import (
-    FLOAT_BITS,
-    ColumnCodes,
-    is_coded,
-    largest_codes,
-    nearest_codes,
-)
+from dnis_torchrec.blocks import codes as column_codes
+from dnis_torchrec.blocks.codes import FLOAT_BITS, ColumnCodes
 from dnis_torchrec.blocks.routing import RowRouter, RowRouting
 from dnis_torchrec.ops.build import NAMESPACE, SELECTION, once
 
@@ -54,10 +49,9 @@ class _SelectPieces(torch.autograd.Function):
         watch: Watch | None,
     ) -> Tensor:
         needs_pooled, needs_alpha = ctx.needs_input_grad[:2]
-        is_result = bag_sums.grad_fn is not None or not bag_sums.requires_grad
-        is_free = (
-            not needs_alpha and is_result and bag_sums.is_contiguous() and not bag_sums._is_view()
-        )
+        is_free = bag_sums.grad_fn is not None or not bag_sums.requires_grad
+        is_free = is_free and bag_sums.is_contiguous() and not bag_sums._is_view()
+        is_free = is_free and not needs_alpha
         values = bag_sums.contiguous()
         ctx.is_output_room = is_free and torch.equal(layout[:, 0], layout[:, 1])
         if ctx.is_output_room:
@@ -118,11 +112,8 @@ def can_select(values: Tensor) -> bool:
         from dnis_torchrec.ops import batches_triton, select_triton  # Triton takes seconds to load
 
         return batches_triton.triton is not None and values.dtype in select_triton.SELECTED_DTYPES
-    return (
-        values.device.type == "cpu"
-        and values.dtype in (torch.float32, torch.float64)
-        and are_compiled()
-    )
+    is_float = values.dtype in (torch.float32, torch.float64)
+    return values.device.type == "cpu" and is_float and are_compiled()
 
 
 def _operators(values: Tensor) -> Any:
@@ -164,9 +155,8 @@ def fill_rows_(
 def are_good_bags(ids: Tensor, lengths: Tensor, bounds: Tensor, longest: Tensor) -> bool:
     """Returns whether no bag is too long, and every id is at least 0 and below the bound of its
     key. CPU, compiled."""
-    return torch.ops.dnis_torchrec.are_good_bags(
-        ids.contiguous(), lengths.contiguous(), bounds, longest
-    )
+    bags = ids.contiguous(), lengths.contiguous()
+    return torch.ops.dnis_torchrec.are_good_bags(*bags, bounds, longest)
 
 
 def split_bags(
@@ -242,16 +232,13 @@ def gather_bags(
     # The operator knows no gradient; torch's selection by the places that it gathers does.
     values_in = torch.arange(len(ids)) if learns else weights
     values_out = None if values_in is None else torch.empty_like(values_in)
-    operators.gather_ids(
-        ids, values_in, starts, sizes, piece_of_id, num_keys, ids_out, lengths_out, values_out
-    )
+    outputs = (ids_out, lengths_out, values_out)
+    operators.gather_ids(ids, values_in, starts, sizes, piece_of_id, num_keys, *outputs)
     total = int(lengths_out.sum())
     if values_out is not None:
-        values_out = (
-            weights.index_select(0, values_out[:total])
-            if weights is not None and learns
-            else values_out[:total]
-        )
+        values_out = values_out[:total]
+        if weights is not None and learns:
+            values_out = weights.index_select(0, values_out)
     return SparseBags(
         ids=ids_out[:total],
         lengths=lengths_out,
@@ -278,9 +265,8 @@ class _SelectSparse(torch.autograd.Function):
         values = bag_sums.contiguous()
         out = values.new_empty(starts.shape[1] - 1, width)
         torch.ops.dnis_torchrec.select_sparse(values, alpha, starts, rows, layout, out)
-        ctx.save_for_backward(
-            alpha, starts, rows, layout, values if ctx.needs_input_grad[1] else None
-        )
+        of_alpha = values if ctx.needs_input_grad[1] else None
+        ctx.save_for_backward(alpha, starts, rows, layout, of_alpha)
         ctx.shape = values.shape
         return out
 
@@ -295,11 +281,8 @@ class _SelectSparse(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             # No kernel reads the gradient of an empty bag: it stays unwritten, but where somebody
             # looks for NaN.
-            grad_pooled = (
-                grad.new_zeros(ctx.shape)
-                if torch.is_anomaly_enabled()
-                else grad.new_empty(ctx.shape)
-            )
+            is_watched = torch.is_anomaly_enabled()
+            grad_pooled = (grad.new_zeros if is_watched else grad.new_empty)(ctx.shape)
             operators.spread_sparse_gradient(grad, alpha, starts, rows, layout, grad_pooled)
         return grad_pooled, grad_alpha, None, None, None, None
 
@@ -328,11 +311,12 @@ class RowRounding:
         device: torch.device,
     ) -> None:
         # the largest code of a float32 column is infinite: that tells it
-        largest = largest_codes(codes.bits).masked_fill_(codes.bits == FLOAT_BITS, torch.inf)
-        half_step = torch.where(is_coded(codes.bits), codes.scale / 2, 0.0)
-        fields = torch.stack([codes.scale, codes.shift / 2, largest, half_step], dim=1)[
-            :, :, columns
-        ]
+        largest = column_codes.largest_codes(codes.bits).masked_fill_(
+            codes.bits == FLOAT_BITS, torch.inf
+        )
+        half_step = torch.where(column_codes.is_coded(codes.bits), codes.scale / 2, 0.0)
+        fields = torch.stack([codes.scale, codes.shift / 2, largest, half_step], dim=1)
+        fields = fields[:, :, columns]
         of_no_block = torch.tensor([1.0, 0.0, 0.0, 0.0]).view(1, 4, 1).expand(1, 4, fields.shape[2])
         self._codes = torch.cat([fields, of_no_block]).to(device)
         self._router, self._first_row = RowRouter(routing).to(device), first_row
@@ -341,9 +325,8 @@ class RowRounding:
         """Rounds rows. Local."""
         if weight.device.type == "cpu" and weight.is_contiguous() and are_compiled():
             routing = self._router.routing_tensor()
-            torch.ops.dnis_torchrec.round_rows(
-                self._codes, routing, rows, self._first_row, weight, residual
-            )
+            where = (routing, rows, self._first_row)
+            torch.ops.dnis_torchrec.round_rows(self._codes, *where, weight, residual)
             return
         step = max(1, ROUNDED_AT_A_TIME // max(1, weight.shape[1]))
         row_ids = torch.arange(len(weight), device=weight.device) if rows is None else rows
@@ -351,11 +334,8 @@ class RowRounding:
             latent = weight.index_select(0, chunk) + residual.index_select(0, chunk)
             of_rows = self._codes.index_select(0, self._router(chunk + self._first_row))
             scale, half_shift, largest, half_step = of_rows.unbind(1)
-            near = (
-                nearest_codes(latent, scale, half_shift, largest)
-                .mul_(scale)
-                .add_(scale * half_shift)
-            )
+            near = column_codes.nearest_codes(latent, scale, half_shift, largest).mul_(scale)
+            near = near.add_(scale * half_shift)
             near = torch.where(largest.isinf(), latent, near)
             weight.index_copy_(0, chunk, near)
             residual.index_copy_(0, chunk, (latent - near).clamp_(-half_step, half_step))

@@ -1,5 +1,7 @@
-"""Soft selection on a GPU: Triton kernels that mean what the compiled operators of
-block_operators.py mean on a CPU."""
+"""Soft selection on a GPU: Triton kernels that mean what the compiled operators of select.py mean
+on a CPU."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
@@ -57,6 +59,9 @@ class PieceFields(NamedTuple):
     output: int
 
 
+OUTPUT_FIELDS, PIECE_FIELDS = len(OutputFields._fields), len(PieceFields._fields)
+
+
 class PieceLayout(NamedTuple):
     """A layout of pieces as the kernels read it. Tensors lie on the GPU."""
 
@@ -83,37 +88,23 @@ def _describe_layout(fields: tuple[tuple[int, ...], ...], device: torch.device) 
     for in_column, out_column, dim, alpha_offset, output, first_row, num_rows in fields:
         if outputs and outputs[-1].output == output:
             last = outputs[-1]
-            agrees = (last.out_column, last.dim, last.alpha_offset) == (
-                out_column,
-                dim,
-                alpha_offset,
-            )
-            check(
-                agrees,
-                "layout",
-                f"pieces of output {output} at the same columns and of one alpha",
-                "others",
-            )
+            same = last._replace(out_column=out_column, dim=dim, alpha_offset=alpha_offset)
+            requirement = f"pieces of output {output} at the same columns and of one alpha"
+            check(last == same, "layout", requirement, "others")
             outputs[-1] = last._replace(num_pieces=last.num_pieces + 1)
         else:
             begins = outputs[-1].begin + outputs[-1].dim if outputs else 0
-            outputs.append(
-                OutputFields(len(pieces), 1, out_column, begins, dim, alpha_offset, output)
-            )
-        pieces.append(
-            PieceFields(in_column, out_column, begin, dim, first_row, num_rows, num_sums, output)
-        )
+            fields_of_output = (len(pieces), 1, out_column, begins, dim, alpha_offset, output)
+            outputs.append(OutputFields(*fields_of_output))
+        piece = (in_column, out_column, begin, dim, first_row, num_rows, num_sums, output)
+        pieces.append(PieceFields(*piece))
         alphas.append(torch.arange(num_rows * dim) + alpha_offset + first_row * dim)
         begin, num_sums = begin + dim, num_sums + num_rows * dim
-    by_output, by_piece = (
-        torch.tensor(outputs, dtype=torch.int32),
-        torch.tensor(pieces, dtype=torch.int32),
-    )
     return PieceLayout(
         output_of_column=_number_columns([output.dim for output in outputs], device),
-        outputs=by_output.to(device),
+        outputs=torch.tensor(outputs, dtype=torch.int32).to(device),
         piece_of_column=_number_columns([piece.dim for piece in pieces], device),
-        pieces=by_piece.to(device),
+        pieces=torch.tensor(pieces, dtype=torch.int32).to(device),
         alpha_of_sum=torch.cat([torch.empty(0, dtype=torch.int64), *alphas]).to(device),
         most_rows=max((piece.num_rows for piece in pieces), default=0),
         in_order=all(p.in_column == p.out_column == p.begin for p in pieces)
@@ -136,8 +127,8 @@ def select_pooled(
 ) -> None:
     """Writes pooled embeddings times alpha, summed over the pieces of an output, with the bits of
     the CPU's operator."""
-    columns = layout_of(layout, out.device)
-    _for_tiles(_select_kernel, columns, bag_sums, alpha, rows, divisors, out)
+    tensors = (bag_sums, alpha, rows, divisors, out)
+    _for_tiles(_select_kernel, layout_of(layout, out.device), *tensors)
 
 
 def spread_gradient(
@@ -151,21 +142,9 @@ def spread_gradient(
 ) -> Tensor:
     """Writes the gradient of the pooled embeddings, with the bits of the CPU's operator, and tests
     it on the way."""
-    columns, fault = (
-        layout_of(layout, grad.device),
-        torch.zeros(1, dtype=torch.int32, device=grad.device),
-    )
-    _for_tiles(
-        _spread_kernel,
-        columns,
-        grad_pooled,
-        alpha,
-        rows,
-        divisors,
-        grad,
-        fault,
-        keep_empty=keep_empty,
-    )
+    fault = torch.zeros(1, dtype=torch.int32, device=grad.device)
+    tensors = (grad_pooled, alpha, rows, divisors, grad, fault)
+    _for_tiles(_spread_kernel, layout_of(layout, grad.device), *tensors, keep_empty=keep_empty)
     return fault == 0
 
 
@@ -187,30 +166,20 @@ def _for_tiles(
     sample_tiles = batches_triton.triton.cdiv(len(narrow), SAMPLES_PER_PROGRAM)
     if not column_tiles * sample_tiles:
         return
+    inputs = (wide, alpha, rows, alpha if divisors is None else divisors)
+    of_columns = (columns.output_of_column, columns.outputs, columns.pieces)
+    num_outputs = 0 if divisors is None else divisors.shape[1]
+    sizes = (len(narrow), num_columns, wide.shape[1], narrow.shape[1], rows.shape[1], num_outputs)
     kernel[(column_tiles * sample_tiles,)](
-        wide,
-        alpha,
-        rows,
-        alpha if divisors is None else divisors,
-        columns.output_of_column,
-        columns.outputs,
-        columns.pieces,
+        *inputs,
+        *of_columns,
         narrow,
         *more,
-        len(narrow),
-        num_columns,
-        wide.shape[1],
-        narrow.shape[1],
-        rows.shape[1],
-        0 if divisors is None else divisors.shape[1],
+        *sizes,
         column_tiles,
         has_divisors=divisors is not None,
         in_order=columns.in_order,
         **constants,
-        fields_per_output=len(OutputFields._fields),
-        fields_per_piece=len(PieceFields._fields),
-        samples_per_program=SAMPLES_PER_PROGRAM,
-        columns_per_program=COLUMNS_PER_PROGRAM,
         num_warps=WARPS_PER_TILE,
         enable_fp_fusion=False,  # else it would round otherwise than on the CPU
     )
@@ -228,11 +197,8 @@ def sum_alpha_gradient(
     chunks are summed."""
     columns = layout_of(layout, grad.device)
     grad_alpha.zero_()
-    num_columns, batch_size, cdiv = (
-        len(columns.piece_of_column),
-        len(grad),
-        batches_triton.triton.cdiv,
-    )
+    num_columns, batch_size = len(columns.piece_of_column), len(grad)
+    cdiv = batches_triton.triton.cdiv
     if not num_columns * batch_size * columns.most_rows:
         return
     blocks = min(MOST_BLOCKS_PER_SUM, batches_triton.triton.next_power_of_2(columns.most_rows))
@@ -240,32 +206,29 @@ def sum_alpha_gradient(
     num_chunks = max(1, min(MOST_SUMS // column_tiles, cdiv(batch_size, LEAST_SAMPLES_PER_SUM)))
     samples_per_chunk = cdiv(batch_size, num_chunks)
     sums = grad_alpha.new_empty(cdiv(batch_size, samples_per_chunk), len(columns.alpha_of_sum))
-    _sum_kernel[(column_tiles, len(sums), cdiv(columns.most_rows, blocks))](
-        grad,
-        bag_sums,
-        rows,
-        grad if divisors is None else divisors,
-        columns.piece_of_column,
-        columns.pieces,
-        sums,
-        batch_size,
-        samples_per_chunk,
+    inputs = (grad, bag_sums, rows, grad if divisors is None else divisors)
+    num_outputs = 0 if divisors is None else divisors.shape[1]
+    of_columns, sizes = (columns.piece_of_column, columns.pieces), (batch_size, samples_per_chunk)
+    widths = (
         num_columns,
         bag_sums.shape[1],
         grad.shape[1],
         rows.shape[1],
-        0 if divisors is None else divisors.shape[1],
+        num_outputs,
         sums.shape[1],
+    )
+    _sum_kernel[(column_tiles, len(sums), cdiv(columns.most_rows, blocks))](
+        *inputs,
+        *of_columns,
+        sums,
+        *sizes,
+        *widths,
         has_divisors=divisors is not None,
-        fields_per_piece=len(PieceFields._fields),
         blocks_per_program=blocks,
-        samples_per_step=SAMPLES_PER_STEP,
-        columns_per_program=COLUMNS_PER_SUM,
         num_warps=WARPS_PER_TILE,
     )
-    grad_alpha.index_put_(
-        (columns.alpha_of_sum,), sums.sum(0), accumulate=True
-    )  # a GPU sorts, and adds in that order
+    # a GPU sorts, and adds in that order
+    grad_alpha.index_put_((columns.alpha_of_sum,), sums.sum(0), accumulate=True)
 
 
 def zero_unless_(values: Tensor, is_kept: Tensor) -> None:
@@ -273,14 +236,8 @@ def zero_unless_(values: Tensor, is_kept: Tensor) -> None:
     is read or written."""
     num_programs = min(MOST_SUMS, batches_triton.triton.cdiv(values.numel(), ZEROS_PER_STEP))
     if num_programs:
-        _zero_kernel[(num_programs,)](
-            values,
-            is_kept.view(torch.uint8),
-            values.numel(),
-            num_programs * ZEROS_PER_STEP,
-            values_per_step=ZEROS_PER_STEP,
-            num_warps=WARPS_PER_TILE,
-        )
+        flag, sizes = is_kept.view(torch.uint8), (values.numel(), num_programs * ZEROS_PER_STEP)
+        _zero_kernel[(num_programs,)](values, flag, *sizes, num_warps=WARPS_PER_TILE)
 
 
 def fill_rows(
@@ -299,61 +256,45 @@ def fill_rows(
         )
         for routing, at in zip(routings, range(0, len(places), 3), strict=True)
     ]
+    of_features, ends_of_bags = on_device(tuple(features), ids.device), lengths.cumsum(0)
     _fill_kernel[(batches_triton.triton.cdiv(len(rows), SAMPLES_PER_FILL), len(features))](
-        ids,
-        lengths,
-        lengths.cumsum(0),
-        on_device(tuple(features), ids.device),
-        rows,
-        len(rows),
-        rows.shape[1],
-        fields_per_feature=len(features[0]),
-        samples_per_program=SAMPLES_PER_FILL,
-        ends_per_step=ENDS_PER_STEP,
-        num_warps=WARPS_PER_TILE,
+        ids, lengths, ends_of_bags, of_features, rows, *rows.shape, num_warps=WARPS_PER_TILE
     )
 
 
-def _tile_of_outputs(  # type: ignore[no-untyped-def]
+def _tile_of_outputs(
     output_of_column,
     outputs,
     batch_size,
     num_columns,
     column_tiles,
     in_order: tl.constexpr,
-    fields_per_output: tl.constexpr,
-    samples_per_program: tl.constexpr,
-    columns_per_program: tl.constexpr,
+    fields_per_output: tl.constexpr = OUTPUT_FIELDS,
+    samples_per_program: tl.constexpr = SAMPLES_PER_PROGRAM,
+    columns_per_program: tl.constexpr = COLUMNS_PER_PROGRAM,
 ):
     """Samples and columns of a program, where both are inside, and what is known of the columns'
     outputs."""
-    sample = (tl.program_id(0) // column_tiles).to(tl.int64) * samples_per_program + tl.arange(
-        0, samples_per_program
-    )
-    column = tl.program_id(0) % column_tiles * columns_per_program + tl.arange(
-        0, columns_per_program
-    )
+    first_sample = (tl.program_id(0) // column_tiles).to(tl.int64) * samples_per_program
+    sample = first_sample + tl.arange(0, samples_per_program)
+    first_column = tl.program_id(0) % column_tiles * columns_per_program
+    column = first_column + tl.arange(0, columns_per_program)
     is_column = column < num_columns
-    fields = (
-        outputs + tl.load(output_of_column + column, mask=is_column, other=0) * fields_per_output
-    )
+    number = tl.load(output_of_column + column, mask=is_column, other=0)
+    fields = outputs + number * fields_per_output
     inside = (sample < batch_size)[:, None] & is_column[None, :]
-    within, dim = (
-        column - tl.load(fields + 3, mask=is_column, other=0),
-        tl.load(fields + 4, mask=is_column, other=0),
-    )
+    within = column - tl.load(fields + 3, mask=is_column, other=0)
+    dim = tl.load(fields + 4, mask=is_column, other=0)
     first_alpha = tl.load(fields + 5, mask=is_column, other=0) + within
-    first_piece, count = (
-        tl.load(fields, mask=is_column, other=0),
-        tl.load(fields + 1, mask=is_column, other=0),
-    )
+    first_piece = tl.load(fields, mask=is_column, other=0)
+    count = tl.load(fields + 1, mask=is_column, other=0)
     output, place = tl.load(fields + 6, mask=is_column, other=0), column
     if not in_order:
         place = tl.load(fields + 2, mask=is_column, other=0) + within
     return sample, column, inside, within, dim, first_alpha, first_piece, count, output, place
 
 
-def _place_of_piece(  # type: ignore[no-untyped-def]  # as above
+def _place_of_piece(
     pieces,
     piece,
     inside,
@@ -362,7 +303,7 @@ def _place_of_piece(  # type: ignore[no-untyped-def]  # as above
     column,
     within,
     in_order: tl.constexpr,
-    fields_per_piece: tl.constexpr,
+    fields_per_piece: tl.constexpr = PIECE_FIELDS,
 ):
     """Columns of the pooled embeddings that a piece has, and where there are any."""
     place, is_there = column, inside
@@ -372,9 +313,7 @@ def _place_of_piece(  # type: ignore[no-untyped-def]  # as above
     return place, is_there
 
 
-def _rows_and_factors(  # type: ignore[no-untyped-def]  # as above
-    alpha, rows, sample, num_pieces, piece, first_alpha, dim, is_there
-):
+def _rows_and_factors(alpha, rows, sample, num_pieces, piece, first_alpha, dim, is_there):
     """Rows of alpha, -1 for empty bags, and alpha itself."""
     row = tl.load(rows + sample[:, None] * num_pieces + piece[None, :], mask=is_there, other=-1)
     factor = tl.load(alpha + first_alpha[None, :] + row * dim[None, :], mask=row >= 0, other=0.0)
@@ -384,7 +323,7 @@ def _rows_and_factors(  # type: ignore[no-untyped-def]  # as above
 _tile, _factors, _place = (jit(_tile_of_outputs), jit(_rows_and_factors), jit(_place_of_piece))
 
 
-def _select_tile(  # type: ignore[no-untyped-def]  # as above
+def _select_tile(
     bag_sums,
     alpha,
     rows,
@@ -402,43 +341,29 @@ def _select_tile(  # type: ignore[no-untyped-def]  # as above
     column_tiles,
     has_divisors: tl.constexpr,
     in_order: tl.constexpr,
-    fields_per_output: tl.constexpr,
-    fields_per_piece: tl.constexpr,
-    samples_per_program: tl.constexpr,
-    columns_per_program: tl.constexpr,
+    samples_per_program: tl.constexpr = SAMPLES_PER_PROGRAM,
+    columns_per_program: tl.constexpr = COLUMNS_PER_PROGRAM,
 ):
     """Writes one tile of the output."""
     sample, column, inside, within, dim, first_alpha, first_piece, count, output, place = _tile(
-        output_of_column,
-        outputs,
-        batch_size,
-        num_columns,
-        column_tiles,
-        in_order,
-        fields_per_output,
-        samples_per_program,
-        columns_per_program,
+        output_of_column, outputs, batch_size, num_columns, column_tiles, in_order
     )
     total = tl.zeros((samples_per_program, columns_per_program), tl.float32)
     for number in range(0, tl.max(count, axis=0)):
         piece = first_piece + number
-        at, is_there = _place(
-            pieces, piece, inside, number, count, column, within, in_order, fields_per_piece
-        )
-        value = tl.load(
-            bag_sums + sample[:, None] * in_width + at[None, :], mask=is_there, other=0.0
-        )
+        at, is_there = _place(pieces, piece, inside, number, count, column, within, in_order)
+        source = bag_sums + sample[:, None] * in_width + at[None, :]
+        value = tl.load(source, mask=is_there, other=0.0)
         row, factor = _factors(alpha, rows, sample, num_pieces, piece, first_alpha, dim, is_there)
         total += tl.where(row >= 0, value.to(tl.float32) * factor, 0.0)
     if has_divisors:
-        divisor = tl.load(
-            divisors + sample[:, None] * num_outputs + output[None, :], mask=inside, other=1.0
-        )
+        by_sample = divisors + sample[:, None] * num_outputs
+        divisor = tl.load(by_sample + output[None, :], mask=inside, other=1.0)
         total = tl.div_rn(total, divisor)
     tl.store(out + sample[:, None] * out_width + place[None, :], total, mask=inside)
 
 
-def _spread_tile(  # type: ignore[no-untyped-def]  # as above
+def _spread_tile(
     grad_pooled,
     alpha,
     rows,
@@ -458,36 +383,20 @@ def _spread_tile(  # type: ignore[no-untyped-def]  # as above
     has_divisors: tl.constexpr,
     in_order: tl.constexpr,
     keep_empty: tl.constexpr,
-    fields_per_output: tl.constexpr,
-    fields_per_piece: tl.constexpr,
-    samples_per_program: tl.constexpr,
-    columns_per_program: tl.constexpr,
 ):
     """Reads one tile of the output's gradient once, and writes the gradient of all pieces of those
     outputs."""
     sample, column, inside, within, dim, first_alpha, first_piece, count, output, place = _tile(
-        output_of_column,
-        outputs,
-        batch_size,
-        num_columns,
-        column_tiles,
-        in_order,
-        fields_per_output,
-        samples_per_program,
-        columns_per_program,
+        output_of_column, outputs, batch_size, num_columns, column_tiles, in_order
     )
-    gradient = tl.load(
-        grad + sample[:, None] * out_width + place[None, :], mask=inside, other=0.0
-    ).to(tl.float32)
+    source = grad + sample[:, None] * out_width + place[None, :]
+    gradient = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     if has_divisors:
-        divisor = tl.load(
-            divisors + sample[:, None] * num_outputs + output[None, :], mask=inside, other=1.0
-        )
+        by_sample = divisors + sample[:, None] * num_outputs
+        divisor = tl.load(by_sample + output[None, :], mask=inside, other=1.0)
     for number in range(0, tl.max(count, axis=0)):
         piece = first_piece + number
-        at, is_there = _place(
-            pieces, piece, inside, number, count, column, within, in_order, fields_per_piece
-        )
+        at, is_there = _place(pieces, piece, inside, number, count, column, within, in_order)
         row, factor = _factors(alpha, rows, sample, num_pieces, piece, first_alpha, dim, is_there)
         value = gradient * factor
         if has_divisors:
@@ -500,7 +409,7 @@ def _spread_tile(  # type: ignore[no-untyped-def]  # as above
     tl.store(fault, 1, mask=tl.max(tl.max(is_bad, axis=1), axis=0) != 0)
 
 
-def _sum_chunk(  # type: ignore[no-untyped-def]  # as above
+def _sum_chunk(
     grad,
     bag_sums,
     rows,
@@ -517,10 +426,10 @@ def _sum_chunk(  # type: ignore[no-untyped-def]  # as above
     num_outputs,
     num_sums,
     has_divisors: tl.constexpr,
-    fields_per_piece: tl.constexpr,
     blocks_per_program: tl.constexpr,
-    samples_per_step: tl.constexpr,
-    columns_per_program: tl.constexpr,
+    fields_per_piece: tl.constexpr = PIECE_FIELDS,
+    samples_per_step: tl.constexpr = SAMPLES_PER_STEP,
+    columns_per_program: tl.constexpr = COLUMNS_PER_SUM,
 ):
     """Sums the products of some columns over a chunk of samples, for each of some blocks."""
     column = tl.program_id(0) * columns_per_program + tl.arange(0, columns_per_program)
@@ -534,25 +443,21 @@ def _sum_chunk(  # type: ignore[no-untyped-def]  # as above
     block = first_block + tl.arange(0, blocks_per_program)
     begin = tl.program_id(1).to(tl.int64) * samples_per_chunk
     end = tl.minimum(begin + samples_per_chunk, batch_size)
-    end = tl.where(
-        first_block < tl.max(num_rows, axis=0), end, begin
-    )  # none of these columns has such blocks
+    # none of these columns may have such blocks
+    end = tl.where(first_block < tl.max(num_rows, axis=0), end, begin)
     total = tl.zeros((blocks_per_program, columns_per_program), tl.float32)
     for first in range(begin, end, samples_per_step):
         sample = first + tl.arange(0, samples_per_step)
         inside = (sample < end)[:, None] & is_column[None, :]
-        grad_value = tl.load(
-            grad + sample[:, None] * out_width + out_column[None, :], mask=inside, other=0.0
-        )
-        bag_sum = tl.load(
-            bag_sums + sample[:, None] * in_width + in_column[None, :], mask=inside, other=0.0
-        )
+        of_grad = grad + sample[:, None] * out_width + out_column[None, :]
+        grad_value = tl.load(of_grad, mask=inside, other=0.0)
+        of_bags = bag_sums + sample[:, None] * in_width + in_column[None, :]
+        bag_sum = tl.load(of_bags, mask=inside, other=0.0)
         row = tl.load(rows + sample[:, None] * num_pieces + piece[None, :], mask=inside, other=-1)
         product = grad_value.to(tl.float32) * bag_sum.to(tl.float32)
         if has_divisors:
-            divisor = tl.load(
-                divisors + sample[:, None] * num_outputs + output[None, :], mask=inside, other=1.0
-            )
+            by_sample = divisors + sample[:, None] * num_outputs
+            divisor = tl.load(by_sample + output[None, :], mask=inside, other=1.0)
             product = product / divisor
         is_own = (row - first_row[None, :])[None, :, :] == block[:, None, None]
         total += tl.sum(tl.where(is_own, product[None, :, :], 0.0), axis=1)
@@ -561,8 +466,12 @@ def _sum_chunk(  # type: ignore[no-untyped-def]  # as above
     tl.store(to, total, mask=is_column[None, :] & (block[:, None] < num_rows[None, :]))
 
 
-def _zero_values(  # type: ignore[no-untyped-def]  # as above
-    values, is_kept, num_values, values_of_all_programs, values_per_step: tl.constexpr
+def _zero_values(
+    values,
+    is_kept,
+    num_values,
+    values_of_all_programs,
+    values_per_step: tl.constexpr = ZEROS_PER_STEP,
 ):
     """Writes zeros to every so many values, or to none."""
     begin = tl.program_id(0).to(tl.int64) * values_per_step
@@ -572,7 +481,7 @@ def _zero_values(  # type: ignore[no-untyped-def]  # as above
         tl.store(values + place, tl.zeros((values_per_step,), tl.float32), mask=place < num_values)
 
 
-def _fill_feature(  # type: ignore[no-untyped-def]  # as above
+def _fill_feature(
     ids,
     lengths,
     ends_of_bags,
@@ -580,9 +489,9 @@ def _fill_feature(  # type: ignore[no-untyped-def]  # as above
     rows,
     batch_size,
     num_pieces,
-    fields_per_feature: tl.constexpr,
-    samples_per_program: tl.constexpr,
-    ends_per_step: tl.constexpr,
+    fields_per_feature: tl.constexpr = 6,
+    samples_per_program: tl.constexpr = SAMPLES_PER_FILL,
+    ends_per_step: tl.constexpr = ENDS_PER_STEP,
 ):
     """Writes the rows of alpha of some bags of one feature."""
     sample = tl.program_id(0).to(tl.int64) * samples_per_program + tl.arange(0, samples_per_program)
@@ -595,18 +504,15 @@ def _fill_feature(  # type: ignore[no-untyped-def]  # as above
     is_row = is_id & (row_id >= 0) & ((width == 0) | (row_id < size))
     # a table has a map of one width, or ends: of the other ways nothing is loaded, and none is
     # branched to
-    block = tl.load(
-        routing.to(tl.pointer_type(tl.uint8)) + row_id, mask=is_row & (width == 1), other=0
-    ).to(tl.int32)
-    block += tl.load(
-        routing.to(tl.pointer_type(tl.uint16)) + row_id, mask=is_row & (width == 2), other=0
-    ).to(tl.int32)
+    of_byte = routing.to(tl.pointer_type(tl.uint8)) + row_id
+    block = tl.load(of_byte, mask=is_row & (width == 1), other=0).to(tl.int32)
+    of_short = routing.to(tl.pointer_type(tl.uint16)) + row_id
+    block += tl.load(of_short, mask=is_row & (width == 2), other=0).to(tl.int32)
     for first in range(0, tl.where(width == 0, size, 0), ends_per_step):
         number = first + tl.arange(0, ends_per_step)
         end = tl.load(routing.to(tl.pointer_type(tl.int64)) + number, mask=number < size, other=0)
-        block += tl.sum(
-            tl.where((end[None, :] <= row_id[:, None]) & (number < size)[None, :], 1, 0), axis=1
-        )
+        is_behind = (end[None, :] <= row_id[:, None]) & (number < size)[None, :]
+        block += tl.sum(tl.where(is_behind, 1, 0), axis=1)
     row = tl.where(is_row, tl.load(feature + 5) + block, -1)
     tl.store(rows + sample * num_pieces + tl.load(feature + 3), row, mask=is_bag)
 

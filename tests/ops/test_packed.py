@@ -587,16 +587,14 @@ def test_compiles_without_a_gpu_and_rounds_as_the_cpu_does(kind: int, num_planes
     pointers |= {"blocks": "i64", "columns": "i32", "fault": "i32", "out": "fp32"}
     numbers = dict.fromkeys(["num_ids", "num_bags", "batch_size", "width"], "i32")
     constants = {"has_weights": is_weighted, "checks_ids": True, "kind": kind, "num_planes": num_planes}
-    constants |= {"rows_per_record": 128, "rows_per_start": 1 << 16, "columns_per_group": 16, "group_bits": 24}
-    constants |= {"fields_per_feature": 11, "bags_per_segment": 64, "ids_per_step": 128, "is_one_block": kind == 0}
-    constants |= {"bags_per_program": packed_triton.BAGS_PER_PROGRAM, "columns_per_program": 64}
+    constants |= {"rows_per_record": 128, "is_one_block": kind == 0, "columns_per_program": 64}
     types = {name: f"*{kind}" for name, kind in pointers.items()} | numbers
     for kernel, num_warps in (
         (packed_triton._search_kernel, packed_triton.WARPS_PER_SEARCH),
         (packed_triton._kernel, packed_triton.NUM_WARPS),
     ):
         of_kernel = {name: part for name, part in constants.items() if name in kernel.arg_names}
-        signature = {name: types[name] for name in kernel.arg_names if name not in of_kernel}
+        signature = {name: part for name, part in types.items() if name in kernel.arg_names}
         check_compiled(kernel, signature, of_kernel, num_warps)
 
 

@@ -577,9 +577,7 @@ def test_selection_reads_nothing_back(longest: int) -> None:
 def test_compiles_without_a_gpu_and_rounds_as_the_cpu_does(name: str, flags: tuple[bool, ...], dtype: str) -> None:
     kernel = getattr(select_triton, name)
     constants = dict(zip(("has_divisors", "in_order", "keep_empty"), flags, strict=True))
-    constants |= {"fields_per_output": 7, "fields_per_piece": 8, "fields_per_feature": 6}
-    constants |= {"samples_per_program": 16, "columns_per_program": 64, "samples_per_step": 8, "blocks_per_program": 16}
-    constants |= {"ends_per_step": 16, "values_per_step": 1024}
+    constants["blocks_per_program"] = 16
     constants = {name: part for name, part in constants.items() if name in kernel.arg_names}
     pointers = dict.fromkeys(["bag_sums", "grad_pooled", "grad", "out", "values"], f"*{dtype}")
     pointers["is_kept"] = "*u8"

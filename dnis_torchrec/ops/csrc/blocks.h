@@ -17,18 +17,19 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int64_t SAMPLES_PER_THREAD = 64;  // samples that outweigh waking a thread
-constexpr int64_t MAX_PARTIAL_SUMS =
-    16;  // alpha's gradient is summed in at most so many parts, whatever the threads
+constexpr int64_t MAX_PARTIAL_SUMS = 16;    // parts in which alpha's gradient is summed, at most
 constexpr int64_t SAMPLES_PER_SUM = 256;  // and in fewer where the batch is small
-constexpr int64_t MOST =
-    1 << 30;  // of columns, keys and rows of alpha: far from where integers end
-constexpr int64_t FEW_BLOCKS =
-    16;  // up to here comparing with all ends beats guessing where to branch
+constexpr int64_t MOST = 1 << 30;  // columns, keys, rows of alpha: far from where integers end
+constexpr int64_t FEW_BLOCKS = 16;  // up to here comparing with all ends beats guessing a branch
 
 inline void check(bool condition, const char* argument, const char* requirement) {
   if (!condition)
     throw std::invalid_argument(
         std::string("block operators: ") + argument + ": expected " + requirement);
+}
+
+inline void check_plain(const Tensor& tensor, const char* argument) {
+  check(tensor.is_contiguous() && tensor.is_cpu(), argument, "a contiguous one on the CPU");
 }
 
 template <typename Number>
@@ -40,8 +41,7 @@ const Number* numbers(const Tensor& tensor, ScalarType dtype, const char* argume
 
 template <typename Number>
 Number* mutable_numbers(const Tensor& tensor, ScalarType dtype, const char* argument) {
-  check(tensor.scalar_type() == dtype && tensor.is_contiguous() && tensor.is_cpu(), argument,
-      "another dtype or layout");
+  numbers<Number>(tensor, dtype, argument);
   return static_cast<Number*>(tensor.mutable_data_ptr());
 }
 
@@ -62,26 +62,21 @@ inline void check_apart(const Tensor& written, const Tensor& read, const char* a
   check(is_apart, argument, "memory that nothing is written to");
 }
 
-inline void check_plain(const Tensor& tensor, const char* argument) {
-  check(tensor.is_contiguous() && tensor.is_cpu(), argument, "a contiguous one on the CPU");
-}
-
-// Whether integers are int64; int32 is the other choice.
-inline bool is_wide(const Tensor& tensor, const char* argument) {
-  check_plain(tensor, argument);
-  const bool is_long = tensor.scalar_type() == ScalarType::Long;
-  check(is_long || tensor.scalar_type() == ScalarType::Int, argument, "int32 or int64");
-  return is_long;
-}
-
 // Calls run(pointer to the integers), an int64_t or an int32_t one.
 template <typename Run>
 void with_integers(const Tensor& tensor, const char* argument, const Run& run) {
-  if (is_wide(tensor, argument)) {
-    run(static_cast<const int64_t*>(tensor.const_data_ptr()));
-  } else {
-    run(static_cast<const int32_t*>(tensor.const_data_ptr()));
-  }
+  if (tensor.scalar_type() == ScalarType::Long)
+    return run(numbers<int64_t>(tensor, ScalarType::Long, argument));
+  check(tensor.scalar_type() == ScalarType::Int, argument, "int32 or int64");
+  run(numbers<int32_t>(tensor, ScalarType::Int, argument));
+}
+
+// Calls run(pointer to the ids, pointer to the lengths).
+template <typename Run>
+void with_bags(const Tensor& ids, const Tensor& lengths, const Run& run) {
+  with_integers(ids, "ids", [&](const auto* id) {
+    with_integers(lengths, "lengths", [&](const auto* length) { run(id, length); });
+  });
 }
 
 // Where a row belongs: uint8 or uint16 block of every row, or (int64) the rising ends of the

@@ -1,6 +1,5 @@
-// Rows become bit fields, or what these stand for, compiled once per instruction set: packed.cpp
-// includes this file in a namespace and a target region of its own. Nothing of the standard library
-// here: see packed_kernel.h.
+// Rows become bit fields, or what these stand for, compiled once per instruction set, see levels.h.
+// Nothing of the standard library here: see packed_kernel.h.
 //
 // Every instruction set gives the bytes of blocks/codes.py: the same float32 operations in the same
 // order, never fused. Sixteen rows of a block are encoded at a time, and stand column by column.

@@ -29,8 +29,7 @@
 #include <utility>
 #include <vector>
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(DNIS_PORTABLE)
-#define DNIS_X86 1
+#ifdef __x86_64__
 #include <immintrin.h>
 #endif
 
@@ -85,15 +84,6 @@ Integers integers(const Tensor& tensor, const char* argument) {
 }
 
 constexpr const char* RISING = "them to rise from 0 to the number of ids";
-
-// Checks where offsets begin and end, and tells of how many keys they are.
-int64_t count_keys(const Integers& offsets, int64_t count, int64_t num_ids, int64_t batch_size) {
-  check(count > 0 && offsets[0] == 0 && offsets[count - 1] == num_ids, "offsets", RISING);
-  const int64_t num_keys = batch_size == 0 ? 0 : (count - 1) / batch_size;
-  check(num_keys * batch_size == count - 1, "offsets", "batch_size bags of every key");
-  return num_keys;
-}
-
 constexpr int64_t LINE = 64;          // bytes of a cache line
 constexpr int64_t BAGS_AHEAD = 16;    // whose outputs are asked of memory
 constexpr int64_t LANES = 16;         // columns of a group
@@ -219,82 +209,8 @@ struct BlockCodes {
 
 constexpr int64_t FLOAT_BITS = 32;
 
-namespace baseline {
-#define DNIS_LEVEL 0
-#include "packed_kernel.h"
-#include "encode_kernel.h"
-#undef DNIS_LEVEL
-}  // namespace baseline
-
-#ifdef DNIS_X86
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,popcnt"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,popcnt")
-#endif
-namespace avx2 {
-#define DNIS_LEVEL 1
-#include "packed_kernel.h"
-#include "encode_kernel.h"
-#undef DNIS_LEVEL
-}  // namespace avx2
-#if defined(__clang__)
-#pragma clang attribute pop
-#pragma clang attribute push(                                                        \
-    __attribute__((target("avx2,popcnt,bmi2,avx512f,avx512vl,avx512bw,"                      \
-                          "avx512dq,avx512vbmi,avx512bitalg,avx512vpopcntdq"))), \
-    apply_to = function)
-#else
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("avx2,popcnt,bmi2,avx512f,avx512vl,avx512bw", \
-    "avx512dq,avx512vbmi,avx512bitalg,avx512vpopcntdq")
-#endif
-namespace avx512 {
-#define DNIS_LEVEL 2
-#include "packed_kernel.h"
-#include "encode_kernel.h"
-#undef DNIS_LEVEL
-}  // namespace avx512
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
-#endif  // DNIS_X86
-
-struct InstructionSet {
-  const char* name;
-  Fault (*pool)(const Feature&, const Bags&, int64_t, int64_t);
-  decltype(&baseline::encode) encode;
-};
-
-constexpr InstructionSet BASELINE{"baseline", baseline::pool, baseline::encode};
-#ifdef DNIS_X86
-constexpr InstructionSet AVX2{"avx2", avx2::pool, avx2::encode};
-constexpr InstructionSet AVX512{"avx512", avx512::pool, avx512::encode};
-#endif
-
-// The widest instruction set of this machine, or up to `limit` ("baseline", "avx2", "avx512").
-const InstructionSet* widest_instruction_set(const std::string& limit) {
-#ifdef DNIS_X86
-  const bool has_avx2 = __builtin_cpu_supports("avx2");  // a machine with AVX2 has POPCNT
-  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
-                          __builtin_cpu_supports("avx512vl") &&
-                          __builtin_cpu_supports("avx512bw") &&
-                          __builtin_cpu_supports("avx512dq") &&
-                          __builtin_cpu_supports("avx512vbmi") &&
-                          __builtin_cpu_supports("avx512bitalg") &&
-                          __builtin_cpu_supports("avx512vpopcntdq") &&
-                          __builtin_cpu_supports("bmi2");
-  if (has_avx512 && limit == "avx512") return &AVX512;
-  if (has_avx2 && (limit == "avx512" || limit == "avx2")) return &AVX2;
-#endif
-  return &BASELINE;
-}
-
-std::atomic<const InstructionSet*> instruction_set{widest_instruction_set("avx512")};
+#define DNIS_LOOPS "packed_kernel.h"
+#include "levels.h"
 
 // Checks the offsets of keys that no feature reads; kernels check the others, bag by bag, as they
 // come to them. Each begins where the one before it ends: if all rise, what one bag holds is part
@@ -324,7 +240,11 @@ Bags read_bags(const Tensor& ids, const Tensor& offsets,
   bags.ids = integers(ids, "ids");
   bags.num_ids = ids.numel();
   bags.offsets = integers(offsets, "offsets");
-  bags.num_keys = count_keys(bags.offsets, offsets.numel(), bags.num_ids, batch_size);
+  const int64_t num_bags = offsets.numel() - 1;
+  check(num_bags >= 0 && bags.offsets[0] == 0 && bags.offsets[num_bags] == bags.num_ids, "offsets",
+      RISING);
+  bags.num_keys = batch_size == 0 ? 0 : num_bags / batch_size;
+  check(bags.num_keys * batch_size == num_bags, "offsets", "batch_size bags of every key");
   bags.batch_size = batch_size;
   bags.width = width;
   bags.zero_unknown = zero_unknown;
@@ -347,24 +267,11 @@ void prefetch_first(const Feature& feature, const Bags& bags) {
     feature.table->prefetch(bags.ids[at]);
 }
 
-// Gives the columns of the output out: features take them one after the other, so that each is
-// written, and by one alone.
-struct Columns {
-  int64_t next = 0;
-
-  void take(int64_t first_column, int64_t embedding_dim) {
-    const bool fits =
-        first_column == next && embedding_dim >= 0 && embedding_dim <= MOST_WIDTH - next;
-    check(fits, "feature_layout", "columns of one feature behind those of another");
-    next += embedding_dim;
-  }
-};
-
-Tensor empty_output(int64_t batch_size, int64_t width) {
-  const int64_t sizes[] = {batch_size, width}, strides[] = {width, 1};
+Tensor empty(int64_t num_rows, int64_t width, int32_t dtype, int64_t num_dims = 2) {
+  const int64_t sizes[] = {num_rows, width}, strides[] = {width, 1};
   AtenTensorHandle handle;
   TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      2, sizes, strides, aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0, &handle));
+      num_dims, sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, &handle));
   return Tensor(handle);
 }
 
@@ -501,12 +408,15 @@ std::vector<Feature> make_features(const Tensor& layout, const Tensor& block_lay
   const int64_t* table_fields = static_cast<const int64_t*>(table_layout.const_data_ptr());
   const int64_t* block_fields = static_cast<const int64_t*>(block_layout.const_data_ptr());
   std::vector<Feature> features(layout.size(0));
-  Columns columns;
+  int64_t next_column = 0;  // features take them in turn: each is written, and by one alone
   for (size_t f = 0; f < features.size(); ++f, fields += FEATURE_FIELDS) {
     const int64_t table = fields[0], first_column = fields[1], embedding_dim = fields[2];
     check(table >= 0 && table < static_cast<int64_t>(tables.size()), "feature_layout",
         "tables that exist");
-    columns.take(first_column, embedding_dim);
+    check(first_column == next_column && embedding_dim >= 0 &&
+              embedding_dim <= MOST_WIDTH - next_column,
+        "feature_layout", "columns of one feature behind those of another");
+    next_column += embedding_dim;
     const int64_t num_groups = (embedding_dim + LANES - 1) / LANES,
                   first = table_fields[TABLE_FIELDS * table + 1];
     for (int64_t s = first; s < first + tables[table].num_blocks; ++s) {
@@ -534,7 +444,7 @@ struct Memory {
 // A collection whose layouts have been read and checked. Whatever its tensors hold later, kernels
 // stay within these bounds, as long as the tensors keep their memory.
 struct Collection {
-  std::vector<Tensor> tensors;  // of tables, then the layouts of features, tables and blocks, groups
+  std::vector<Tensor> tensors;  // of tables, then layouts of features, tables, blocks, and groups
   std::vector<Memory> memories;
   std::vector<std::vector<int64_t>> numbers;  // that the layouts had
   std::vector<Block> blocks;
@@ -600,12 +510,11 @@ std::string describe(const Fault& fault, size_t feature, const Feature& fields, 
              std::to_string(bags.ids[fault.position]);
     case Fault::OFFSETS:
       return std::string(OPERATOR) + ": offsets: expected " + RISING;
-    case Fault::DIRECTORY:
-      return place + "a directory of rows that exist, got others for row " +
-             std::to_string(bags.ids[fault.position]);
     default:
-      return place + "fields within their rows, got others for row " +
-             std::to_string(bags.ids[fault.position]);
+      return place +
+             (fault.kind == Fault::DIRECTORY ? "a directory of rows that exist"
+                                             : "fields within their rows") +
+             ", got others for row " + std::to_string(bags.ids[fault.position]);
   }
 }
 
@@ -614,7 +523,7 @@ std::string describe(const Fault& fault, size_t feature, const Feature& fields, 
 // there are. Of several faults the one that comes first is described and thrown.
 void pool_all(const std::vector<Feature>& features, const Bags& bags) {
   check_unread(features, bags);
-  const auto pool = instruction_set.load()->pool;
+  const auto pool = DNIS_WIDEST(pool);
   const int64_t num_bags = static_cast<int64_t>(features.size()) * bags.batch_size;
   std::mutex mutex;
   Fault fault;
@@ -652,10 +561,10 @@ Tensor pool_batch(const Collection& collection, const Tensor& ids, const Tensor&
     const std::optional<std::vector<int64_t>>& keys, int64_t batch_size, bool zero_unknown) {
   const int64_t width = collection.width;
   Bags bags = read_bags(ids, offsets, per_sample_weights, batch_size, width, zero_unknown);
-  if (batch_size == 0 || width == 0) return empty_output(batch_size, width);
+  Tensor out = empty(batch_size, width, aoti_torch_dtype_float32());
+  if (batch_size == 0 || width == 0) return out;
   const auto num_features = static_cast<int64_t>(collection.features.size());
   check(keys || num_features == bags.num_keys, "offsets", "bags for each feature and for no other");
-  Tensor out = empty_output(batch_size, width);
   bags.out = static_cast<float*>(out.mutable_data_ptr());
   if (keys) pool_all(with_keys(collection.features, *keys, bags.num_keys), bags);
   else pool_all(collection.features, bags);
@@ -805,20 +714,14 @@ Tensor bag_offsets(Tensor lengths, Tensor ids, Tensor names) {
   const bool fits = lengths.dim() == 2 && lengths.size(0) == num_features &&
                     lengths.is_contiguous() && lengths.is_cpu();
   if (!fits) refuse(all_of(features), "contiguous lengths of shape (F, B) on the CPU", "others");
-  const int64_t num_bags = lengths.numel(), size = num_bags + 1, stride = 1;
-  AtenTensorHandle handle;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      1, &size, &stride, aoti_torch_dtype_int64(), aoti_torch_device_type_cpu(), 0, &handle));
-  Tensor offsets(handle);
-  int64_t* begins = static_cast<int64_t*>(offsets.mutable_data_ptr());
+  Tensor offsets = empty(lengths.numel() + 1, 1, aoti_torch_dtype_int64(), 1);
+  const auto add_up_of = [&](const auto* data) {
+    add_up(data, lengths.numel(), ids.numel(), lengths.size(1), features,
+        static_cast<int64_t*>(offsets.mutable_data_ptr()));
+  };
   const void* data = lengths.const_data_ptr();
-  if (is_wide) {
-    add_up(static_cast<const int64_t*>(data), num_bags, ids.numel(), lengths.size(1), features,
-        begins);
-  } else {
-    add_up(static_cast<const int32_t*>(data), num_bags, ids.numel(), lengths.size(1), features,
-        begins);
-  }
+  if (is_wide) add_up_of(static_cast<const int64_t*>(data));
+  else add_up_of(static_cast<const int32_t*>(data));
   return offsets;
 }
 
@@ -906,13 +809,13 @@ bool encode_rows(Tensor values, Tensor blocks, Tensor bits, Tensor scale, Tensor
   float* numbers = nullptr;
   if (is_packed) fields = numbers_of<uint8_t>(out, ScalarType::Byte, num_bytes, "out");
   else numbers = numbers_of<float>(out, ScalarType::Float, num_values, "out");
-  const InstructionSet& loops = *instruction_set.load();
+  const auto encode = DNIS_WIDEST(encode);
   std::atomic<bool> are_finite{true};
   const auto encode_tiles = [&](int64_t begin, int64_t end) {
     std::vector<float> columns(static_cast<size_t>(dim * LANES));
     for (int64_t t = begin; t < end; ++t) {
       const Tile& tile = tiles[static_cast<size_t>(t)];
-      if (!loops.encode(*tile.codes, dim, from, rows.data() + tile.first, tile.count,
+      if (!encode(*tile.codes, dim, from, rows.data() + tile.first, tile.count,
               columns.data(), is_packed ? fields + tile.byte : nullptr, numbers))
         are_finite = false;
     }
@@ -924,25 +827,19 @@ bool encode_rows(Tensor values, Tensor blocks, Tensor bits, Tensor scale, Tensor
 
 }  // namespace
 
-// Which instruction set the lookups run on, and, with a limit, from now on up to that one.
-extern "C" const char* dnis_instruction_set(const char* limit) {
-  if (limit != nullptr) instruction_set = widest_instruction_set(limit);
-  return instruction_set.load()->name;
-}
+extern "C" const char* dnis_instruction_set(const char* limit) { return limit_level(limit); }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(dnis_torchrec, library) {
   library.def(
       "packed_embedding_bag(Tensor ids, Tensor offsets, Tensor? per_sample_weights, Tensor[] "
-      "tables, "
-      "Tensor feature_layout, Tensor table_layout, Tensor block_layout, Tensor groups, int[]? "
-      "keys, SymInt batch_size, "
-      "int width, bool zero_unknown) -> Tensor");
+      "tables, Tensor feature_layout, Tensor table_layout, Tensor block_layout, Tensor groups, "
+      "int[]? keys, SymInt batch_size, int width, bool zero_unknown) -> Tensor");
   library.def(
       "open_collection(Tensor[] tables, Tensor feature_layout, Tensor table_layout, Tensor "
       "block_layout, Tensor groups) -> int");
   library.def(
-      "pool_opened(int collection, Tensor ids, Tensor offsets, Tensor? per_sample_weights, int[]? "
-      "keys, int batch_size, bool zero_unknown) -> Tensor");
+      "pool_opened(int collection, Tensor ids, Tensor offsets, Tensor? per_sample_weights, "
+      "int[]? keys, int batch_size, bool zero_unknown) -> Tensor");
   library.def("close_collection(int collection) -> ()");
   library.def("bag_offsets(Tensor lengths, Tensor ids, Tensor features) -> Tensor");
   library.def(

@@ -1,7 +1,6 @@
-// The lookup itself, compiled once per instruction set: packed.cpp includes this file in a
-// namespace and a target region of its own, with DNIS_LEVEL 0 (what the compiler may assume
-// anyway), 1 (AVX2) or 2 (AVX-512 with VBMI). Nothing of the standard library here: a shared inline
-// function compiled for one instruction set could be called on a machine without it.
+// The lookup itself, compiled once per instruction set, see levels.h. Nothing of the standard
+// library here: a shared inline function compiled for one instruction set could be called on a
+// machine without it.
 //
 // Every level gives the same bits: value = number * scale + bias, times the weight if there is one,
 // added to zero in the order of the ids, never fused. Whatever ids, offsets, directories and
@@ -622,3 +621,5 @@ Fault pool(const Feature& feature, const Bags& bags, int64_t first_bag, int64_t 
   if (num_groups % 2 == 0) return pool_groups<2>(feature, bags, first_bag, last_bag);
   return pool_groups<1>(feature, bags, first_bag, last_bag);
 }
+
+#include "encode_kernel.h"

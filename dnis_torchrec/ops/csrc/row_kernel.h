@@ -1,6 +1,6 @@
-// The innermost loops of soft selection, compiled once per instruction set: row_loops.h includes
-// this file in a namespace and a target region of its own. Nothing of the standard library here: a
-// shared inline function compiled for one instruction set could be called on a machine without it.
+// The innermost loops of soft selection, compiled once per instruction set, see levels.h. Nothing
+// of the standard library here: a shared inline function compiled for one instruction set could be
+// called on a machine without it.
 //
 // Every instruction set gives the same bits: one multiplication and at most one addition per
 // number, never fused.
