@@ -14,6 +14,7 @@ import torch
 
 import dnis_torchrec
 from dnis_torchrec.artifact.delta import read_state, write_delta
+from examples import synthetic
 from tests.programs import ROOT, SHORT, blocks, dnis, run_blocks, run_python
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -130,8 +131,9 @@ def moved(word: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("heading", ["Your own table", "A search while the model trains"])
-def test_its_commands_run_alone_and_twice(gloo, tmp_path: Path, heading: str) -> None:
-    """As they are, in the project's folder; but for one epoch, and with files and folders elsewhere."""
+def test_its_commands_run_alone_and_twice(gloo, tmp_path: Path, heading: str, monkeypatch) -> None:
+    """As they are, in the project's folder; but for one epoch, fewer samples, and with files and folders elsewhere."""
+    monkeypatch.setattr(synthetic, "NUM_SAMPLES", 10_000)
     (block,) = re.findall(rf"^## {heading}\n.*?^```sh\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
     for line in block.splitlines() * 2:
         program, *words = [moved(word, tmp_path) for word in shlex.split(line)]
