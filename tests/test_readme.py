@@ -14,7 +14,7 @@ import torch
 
 import dnis_torchrec
 from dnis_torchrec.artifact.delta import read_state, write_delta
-from examples import synthetic
+from examples import own_data, synthetic
 from tests.programs import ROOT, SHORT, blocks, dnis, run_blocks, run_python
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -134,6 +134,7 @@ def moved(word: str, folder: Path) -> str:
 def test_its_commands_run_alone_and_twice(gloo, tmp_path: Path, heading: str, monkeypatch) -> None:
     """As they are, in the project's folder; but for one epoch, fewer samples, and with files and folders elsewhere."""
     monkeypatch.setattr(synthetic, "NUM_SAMPLES", 10_000)
+    monkeypatch.setattr(own_data.draw_frame, "__defaults__", (5_000,))
     (block,) = re.findall(rf"^## {heading}\n.*?^```sh\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
     for line in block.splitlines() * 2:
         program, *words = [moved(word, tmp_path) for word in shlex.split(line)]
