@@ -5,6 +5,7 @@ What is written is flushed to disk, which took a third of the suite's time: test
 
 from __future__ import annotations
 
+import gc
 import getpass
 import os
 import shutil
@@ -21,12 +22,16 @@ import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFileSystem
 
 from dnis_torchrec.checks import WARNINGS
-from tests.programs import IMPORTED
 
 ROOT = Path(__file__).parents[1]
 DATA = Path(os.environ.get("DNIS_DATA", ROOT.parent / "shared" / "data"))
 MEMORY, ROOM = Path("/dev/shm"), 4 << 30
 """Folder of files in memory, and the bytes that have to be free there; a whole suite leaves 60 MB."""
+SLOW = {
+    *("test_command_ranks", "test_training_ranks", "test_allocation_ranks", "test_selection_ranks"),
+    *("test_examples", "test_packaging", "test_delta", "test_damage", "test_commands", "test_docs"),
+}
+"""Files that take longest: a process that begins one at the end leaves the others without work."""
 
 
 def _folder_in_memory() -> str | None:
@@ -42,7 +47,8 @@ def _folder_in_memory() -> str | None:
 
 IN_MEMORY = _folder_in_memory()
 torch.set_num_threads(1)
-set_forkserver_preload(IMPORTED)  # of no effect once a test has forked
+set_forkserver_preload(["tests.preload"])  # of no effect once a test has forked
+gc.disable()  # while test files import what stays: to look for garbage in it takes a fifth of the time
 
 # Tensors are slow to make the first time, so no deadline; in CI the same examples every time.
 hypothesis.settings.register_profile(
@@ -57,6 +63,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", f"ignore:{message}:Warning:{module}")
 
 
+def pytest_collection_finish() -> None:
+    """Looks for garbage in what tests make, and not in what was imported."""
+    gc.freeze()
+    gc.enable()
+
+
 def pytest_sessionfinish(exitstatus: int) -> None:
     """Gives the memory back; what a failed test has written can be looked at."""
     if IN_MEMORY is not None and exitstatus == pytest.ExitCode.OK:
@@ -64,7 +76,8 @@ def pytest_sessionfinish(exitstatus: int) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what this machine cannot run, with the reason: real data and GPUs are all that a test may need."""
+    """Begins with what takes longest; skips, with the reason, what needs real data or a GPU that is not here."""
+    items.sort(key=lambda item: item.path.stem not in SLOW)
     missing = {}
     if not DATA.is_dir():
         missing["real_data"] = f"needs the publishers' data: no folder {DATA}; name it in DNIS_DATA"

@@ -22,18 +22,13 @@ from fsspec.implementations.local import LocalFileSystem
 ROOT = Path(__file__).parents[1]
 SHORT = ("--epochs", "1")
 """Of a training or a search that takes a second."""
-IMPORTED = [
-    *("dnis_torchrec.cli.commands", "tests.models"),
-    "torch.distributed.optim",  # which TorchRec imports when first a table has a fused optimizer
-]
-"""What processes of tests need and would each import for themselves, in seconds; the server that forks them has it."""
 
 
 @dataclass(frozen=True)
 class Done:
     """What a command left behind."""
 
-    returncode: int
+    returncode: int | None
     stdout: str
     stderr: str
 
@@ -80,28 +75,43 @@ class Started:
         return self.process.exitcode, self.stdout.read_text(), self.stderr.read_text()
 
 
-def start_dnis(folder: Path, *arguments: object, **variables: str) -> Started:
-    """Starts `dnis` in the root of the project, with the protocol of these tests; what it says goes into `folder`."""
+MAIN = "from dnis_torchrec.cli import main; main()"
+"""The program `dnis`, which reads the environment as it is imported."""
+
+
+def start(folder: Path, code: str, *arguments: object, cwd: Path = ROOT, **variables: str) -> Started:
+    """Starts code as a program, with the protocol of these tests; what it says goes into `folder`.
+
+    The process is fresh, but what it imports is there: a new Python would take five seconds to import it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     said = folder / "stdout", folder / "stderr"
     process = multiprocessing.get_context("forkserver").Process(
-        target=_run, args=([str(argument) for argument in arguments], dict(os.environ) | variables, *map(str, said))
+        target=_run, args=(code, list(map(str, arguments)), cwd, dict(os.environ) | variables, *map(str, said))
     )
     process.start()
     return Started(process, *said)
 
 
-def _run(arguments: list[str], variables: Mapping[str, str], *said: str) -> None:
+def start_dnis(folder: Path, *arguments: object, **variables: str) -> Started:
+    """Starts `dnis` in the root of the project."""
+    return start(folder, MAIN, *arguments, **variables)
+
+
+def run_python(folder: Path, code: str, *arguments: object, cwd: Path = ROOT, **variables: str) -> Done:
+    """Runs code as `start` does, to its end."""
+    return Done(*start(folder, code, *arguments, cwd=cwd, **variables).ended(timeout=240))
+
+
+def _run(code: str, arguments: list[str], cwd: Path, variables: Mapping[str, str], *said: str) -> None:
     for stream, path in zip((1, 2), said, strict=True):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
     os.environ.clear()
     os.environ.update(variables)
-    os.chdir(ROOT)
+    os.chdir(cwd)
     register()
     sys.argv = ["dnis", *arguments]
-    from dnis_torchrec.cli import main  # reads the environment as it begins
-
-    main()
+    exec(code, {"__name__": "__main__"})
 
 
 class SharedFileSystem(LocalFileSystem):

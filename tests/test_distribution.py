@@ -142,7 +142,7 @@ def test_the_wheel_alone_searches_a_frame_where_nobody_has_a_clone(wheel: Path, 
     (site_packages,) = environment.glob("lib/python*/site-packages")
     (site_packages / "outer.pth").write_text(sysconfig.get_path("purelib"), encoding="utf-8")
     python = environment / "bin" / "python"
-    pip: Sequence[str] = (sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet")
+    pip: Sequence[str] = (sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-compile")
     run(*pip, "--no-deps", "--no-index", "--disable-pip-version-check", wheel, cwd=tmp_path)
     version, file, artifact = run(python, "-c", OWN_RECIPE, cwd=tmp_path).split("\n")[:3]
     assert version == PROJECT["version"]

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +14,8 @@ import torch
 
 import dnis_torchrec
 from dnis_torchrec.artifact.delta import read_state, write_delta
-from tests.programs import ROOT, SHORT, blocks, dnis, run_blocks
+from examples import own_data, synthetic
+from tests.programs import ROOT, SHORT, blocks, dnis, run_blocks, run_python
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -53,7 +51,7 @@ def test_its_own_data_are_compressed_and_its_loop_searches(run: dict[str, Any]) 
 
 
 FRESH = """
-import sys
+import os, sys
 
 import torch
 from torchrec.models.dlrm import DLRM
@@ -63,6 +61,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import dnis_torchrec as dnis
 
+assert not {{"RANK", "WORLD_SIZE", "MASTER_ADDR"}} & os.environ.keys()
 tables = [EmbeddingBagConfig(name="item", num_embeddings=1000, embedding_dim=16, feature_names=["item"])]
 {code}
 dense, items = torch.load(sys.argv[1], weights_only=True)
@@ -78,14 +77,13 @@ def test_its_model_predicts_the_same_in_a_fresh_process(run: dict[str, Any], tmp
     """In which its process group needs no launcher."""
     (loop, *_) = blocks("docs/how-to/own-loop.md", "python")
     (group,) = re.findall(r"^ +(torch\.distributed\.init_process_group.*)$", loop, re.MULTILINE)
-    bare = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
     (code,) = (block for block in blocks("docs/how-to/serve.md", "python") if "load_model" in block)
     batch, file = run["train"][0], tmp_path / "tensors"
     torch.save((batch.dense_features, batch.sparse_features.values()), file)
     with torch.no_grad():
         expected = run["plain"].eval()(batch.dense_features, batch.sparse_features)
-    command = [sys.executable, "-W", "ignore", "-c", FRESH.format(group=group, code=code), str(file)]
-    done = subprocess.run(command, env=bare, capture_output=True, text=True, timeout=120)  # where its artifact lies
+    # where its artifact lies
+    done = run_python(tmp_path, FRESH.format(group=group, code=code), file, cwd=Path.cwd())
     assert done.returncode == 0, done.stderr
     torch.testing.assert_close(torch.load(file, weights_only=True), expected, rtol=0, atol=1e-6)
 
@@ -133,8 +131,10 @@ def moved(word: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("heading", ["Your own table", "A search while the model trains"])
-def test_its_commands_run_alone_and_twice(gloo, tmp_path: Path, heading: str) -> None:
-    """As they are, in the project's folder; but for one epoch, and with files and folders elsewhere."""
+def test_its_commands_run_alone_and_twice(gloo, tmp_path: Path, heading: str, monkeypatch) -> None:
+    """As they are, in the project's folder; but for one epoch, fewer samples, and with files and folders elsewhere."""
+    monkeypatch.setattr(synthetic, "NUM_SAMPLES", 10_000)
+    monkeypatch.setattr(own_data.draw_frame, "__defaults__", (5_000,))
     (block,) = re.findall(rf"^## {heading}\n.*?^```sh\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
     for line in block.splitlines() * 2:
         program, *words = [moved(word, tmp_path) for word in shlex.split(line)]

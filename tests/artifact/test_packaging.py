@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -40,6 +39,7 @@ from dnis_torchrec.artifact.package import (
 from dnis_torchrec.serving import load_operator
 from examples.serving import load_package as minimal_loader
 from tests import tiny
+from tests.programs import run_python
 from tests.test_models_page import NUM_DENSE, SUPPORTED, make_batch
 from tests.tiny import RECIPES, write_tiny_artifact
 
@@ -348,14 +348,14 @@ def test_packages_bring_their_operators_where_none_can_be_built(package: Path, t
     torch.save(inputs, tmp_path / "inputs")
     script = (
         "import sys, torch; from dnis_torchrec.artifact.package import load_package\n"
+        "assert not [path for path in torch.ops.loaded_libraries if 'dnis_torchrec' in path]\n"
         "from dnis_torchrec.serving import load_operator\n"
         "inputs = torch.load(sys.argv[1], weights_only=True)\n"
         "print(*load_package(sys.argv[2])(*inputs).flatten().tolist())\n"
         "print(load_operator())"
     )
-    variables = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "empty"), "CXX": "/nowhere/c++"}
-    command = [sys.executable, "-c", script, str(tmp_path / "inputs"), str(package)]
-    done = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True)
+    variables = {"XDG_CACHE_HOME": str(tmp_path / "empty"), "CXX": "/nowhere/c++"}
+    done = run_python(tmp_path, script, tmp_path / "inputs", package, **variables)
     assert done.returncode == 0, done.stderr
     predictions, is_compiled = done.stdout.splitlines()
     values = torch.tensor([float(word) for word in predictions.split()])

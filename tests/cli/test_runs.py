@@ -327,6 +327,6 @@ def test_nohup_stays_in_force(gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     monkeypatch.setattr(TrainLoop, "_is_stop_requested", lambda self: bool(signal.raise_signal(signal.SIGHUP)))
     try:
-        assert dnis(*SEARCH, "--out", tmp_path / "run").returncode == 0
+        assert dnis("train", "tests.tiny:demo", *SHORT, "--out", tmp_path / "run").returncode == 0
     finally:
         signal.signal(signal.SIGHUP, before)

@@ -6,8 +6,6 @@ import datetime
 import decimal
 import json
 import logging
-import subprocess
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -28,6 +26,7 @@ from dnis_torchrec.artifact.verify import FAILED, verify
 from dnis_torchrec.data.batches import check_batch
 from dnis_torchrec.data.frames import MODELS, SEPARATOR, FrameEncoder, FrameSplits, ids_of, recipe_from_frame, text_of
 from dnis_torchrec.data.recipe import DataSplits
+from tests.programs import run_python
 
 SPLITS = ("train", "validation", "selection", "test")
 COUNTRIES = ["NA", "null", "None", "nan", "US"]
@@ -586,16 +585,16 @@ ROWS = {
 }
 
 
-def test_a_fresh_process_predicts_from_raw_rows(exported: Any) -> None:
+def test_a_fresh_process_predicts_from_raw_rows(exported: Any, tmp_path: Path) -> None:
     recipe, _, path = exported
     program = (
         "import json, sys, dnis_torchrec as dnis\n"
         "predict = dnis.load_predictor(sys.argv[1])\n"
         "print(json.dumps(predict(json.loads(sys.argv[2])).tolist()))"
     )
-    call = [sys.executable, "-c", program, str(path), json.dumps(ROWS)]
-    output = subprocess.run(call, capture_output=True, text=True, check=True).stdout
-    assert torch.tensor(json.loads(output)).equal(predictions(recipe, ROWS))
+    done = run_python(tmp_path, program, path, json.dumps(ROWS))
+    assert done.returncode == 0, done.stderr
+    assert torch.tensor(json.loads(done.stdout)).equal(predictions(recipe, ROWS))
 
 
 @pytest.mark.parametrize("model", sorted(set(MODELS) - {"dlrm"}))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -56,6 +54,7 @@ from examples.models import FactorizationMachine
 from examples.paper.search import PaperSettings, search_as_published
 from tests.distributed.model import assert_same
 from tests.models import state_tensors
+from tests.programs import run_python
 from tests.reference import second_moment_reference
 from tests.tiny import ROWS, make_batch, make_collection, make_recipe, quick_search, read_late
 
@@ -323,14 +322,9 @@ def test_ramp_and_release_are_as_long_as_after_so_much_plain_training(
     assert [(phase.name, phase.steps) for phase in phases] == [("given", 10), ("ramp", 24), ("release", 80)]
 
 
-ROOT = Path(__file__).parents[2]
-
-
 WITHOUT_A_GROUP = """
-import sys
-import dnis_torchrec as dnis
-assert "torch" not in sys.modules
 import torch
+import dnis_torchrec as dnis
 from dnis_torchrec.search.settings import SearchSettings
 from tests.tiny import make_recipe
 
@@ -353,10 +347,10 @@ def found(gloo, recipe: Recipe) -> SearchResult:
     return dnis.search(recipe, compression=10, settings=SHORT)
 
 
-def test_the_same_call_gives_the_same_in_another_process_and_leaves_no_process_group(found: SearchResult) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_A_GROUP], cwd=ROOT, capture_output=True, text=True, timeout=240
-    )
+def test_the_same_call_gives_the_same_in_another_process_and_leaves_no_process_group(
+    found: SearchResult, tmp_path: Path
+) -> None:
+    done = run_python(tmp_path, WITHOUT_A_GROUP)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) in (3, 4)  # with a word on what it gained, or without
     assert done.stdout == f"{found}\n"

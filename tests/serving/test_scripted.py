@@ -117,16 +117,20 @@ def write(folder: Path, name: str, model: nn.Module) -> None:
     torch.jit.save(torch.jit.script(modules[way]().eval()), file)
 
 
+PACKED, NARROW = FORMS
 MODELS = {
     f"{way} {kind} {form} {'weighted' if is_weighted else 'plain'}": (kind, form, is_weighted)
-    for kind, is_weighted, ways in (
-        ("dlrm", True, ("script", "trace", "predict")),
-        ("deepfm", False, ("script", "trace", "predict")),
-        ("dlrm", False, ("export",)),
-        ("deepfm", True, ("export",)),
+    for way, kind, forms, is_weighted in (
+        ("script", "dlrm", FORMS, True),
+        ("script", "deepfm", FORMS, False),
+        ("trace", "dlrm", (PACKED,), True),  # every way has every model and every form, and not every pair
+        ("trace", "deepfm", (NARROW,), False),
+        ("predict", "dlrm", (NARROW,), True),
+        ("predict", "deepfm", (PACKED,), False),
+        ("export", "dlrm", (PACKED,), False),
+        ("export", "deepfm", (NARROW,), True),
     )
-    for way in ways
-    for form in FORMS
+    for form in forms
 } | {f"{way} sequences {form}": ("sequences", form, False) for way in ("script", "export") for form in UNPOOLED}
 BATCHES = [*map(batch_of, SIZES), batch_of(5, first_id=ROWS), batch_of(5, first_id=-1)]
 BATCHES += [batch_of(5, extra=1), batch_of(5, extra=-9), batch_of(5, extra=2**20)]
