@@ -193,7 +193,7 @@ class TrainTask(nn.Module):
 
     In training mode an L2 penalty on the looked-up embeddings of B samples is added to the loss:
 
-    $$L = L_{\text{data}} + \lambda \frac{1}{B} \sum_{b, f} |v_{bf}|^2$$
+    $$L = L_{\text{data}} + \lambda \frac{1}{B} \sum_{b, f} {\lVert v_{bf} \rVert}^2$$
 
     v_bf is the pooled embedding of feature f of sample b as the model reads it: of a single-id
     feature the row itself, of a bag its sum, mean or weighted sum, under soft selection what alpha
