@@ -12,10 +12,6 @@ class ExamplesInThePlural(griffe.Extension):
     """Lets griffe read ``Example:`` as its section ``Examples:``, so that doctests are shown as code."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Renames the section in the docstring of one object.
-
-        Args:
-            obj: module, class, function or attribute.
-        """
+        """Renames the section in the docstring of one object."""
         if obj.docstring is not None:
             obj.docstring.value = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)

@@ -9,10 +9,12 @@ import argparse
 import ast
 import io
 import json
+import shlex
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from dnis_torchrec.cli import app
 from docs.site import cells
 
 SCRIPTS = sorted((Path(__file__).parent / "notebooks").glob("*.py"))
@@ -21,13 +23,21 @@ SCRIPTS = sorted((Path(__file__).parent / "notebooks").glob("*.py"))
 def output_of(code: str, names: dict[str, Any]) -> str:
     """Runs a cell and returns what it prints, with the value of its last line if that is an expression.
 
+    Lines that begin with ``!dnis`` are commands. They run in this process, because starting Python anew takes seconds.
+
     Example:
         >>> output_of("print(1)\\nx = 2\\nx + 1", {})
         '1\\n3\\n'
+        >>> output_of("!dnis --version", {}).split()[0]
+        'dnis'
     """
-    lines = ast.parse(code).body
-    last = lines.pop() if lines and isinstance(lines[-1], ast.Expr) else None
     with redirect_stdout(io.StringIO()) as out, redirect_stderr(out):
+        if code.startswith("!dnis "):
+            for line in code.splitlines():
+                app(shlex.split(line)[1:], standalone_mode=False)
+            return out.getvalue()
+        lines = ast.parse(code).body
+        last = lines.pop() if lines and isinstance(lines[-1], ast.Expr) else None
         exec(compile(ast.Module(lines, []), "cell", "exec"), names)
         value = None if last is None else eval(compile(ast.Expression(last.value), "cell", "eval"), names)
         if value is not None:
@@ -52,7 +62,7 @@ def notebook(script: str, names: dict[str, Any]) -> dict[str, Any]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Runs the notebooks.")
     parser.add_argument("--out", type=Path, required=True)
-    folder = parser.parse_args().out
+    folder = parser.parse_args().out.resolve()  # a notebook may go to a folder of its own
     for path in SCRIPTS:
         (folder / f"{path.stem}.ipynb").write_text(
             json.dumps(notebook(path.read_text("utf-8"), {"__name__": "__main__"}), indent=1), "utf-8"

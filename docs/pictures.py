@@ -30,8 +30,7 @@ def _bare(axis: Axes, title: str, *, x: str = "", y: str = "") -> None:
     axis.set_title(title, fontsize=10, loc="left")
     axis.set_xlabel(x, fontsize=9)
     axis.set_ylabel(y, fontsize=9)
-    axis.set_xticks([])
-    axis.set_yticks([])
+    axis.set(xticks=[], yticks=[])
 
 
 def soft_selection() -> Figure:
@@ -53,10 +52,8 @@ def soft_selection() -> Figure:
     axes[1].imshow(alpha, cmap="Greys", vmin=0, vmax=1.3, aspect="auto")
     for block, column in np.ndindex(alpha.shape):
         value = alpha[block, column]
-        shade = "white" if value > 0.7 else "black"
-        axes[1].text(
-            column, block, f"{value:.1f}".lstrip("0") or "0", ha="center", va="center", fontsize=8, color=shade
-        )
+        shade, text = "white" if value > 0.7 else "black", f"{value:.1f}".lstrip("0") or "0"
+        axes[1].text(column, block, text, ha="center", va="center", fontsize=8, color=shade)
     _bare(axes[1], "alpha: a row for each block")
     axes[0].set_ylabel("rows, the most frequent first", fontsize=9)
     figure.text(0.378, 0.47, "x", fontsize=18, ha="center")
@@ -71,23 +68,17 @@ def curvature() -> Figure:
     for bend, color, name in ((0.9, ORANGE, "a column that is needed"), (0.09, BLUE, "a column that is not")):
         axis.plot(alpha, bend / 2 * (alpha - 1) ** 2, color=color, linewidth=2, label=f"{name}: H = {bend}")
         axis.plot([0], [bend / 2], "o", color=color)
-        axis.annotate(
-            f"dropped: + {bend / 2:.3g}", (0, bend / 2), xytext=(0.07, bend / 2 + 0.03), fontsize=9, color=color
-        )
+        text, place = f"dropped: + {bend / 2:.3g}", (0.07, bend / 2 + 0.03)
+        axis.annotate(text, (0, bend / 2), xytext=place, fontsize=9, color=color)
     axis.axvline(1, color=GREY, linewidth=1, linestyle=":")
-    axis.set_xlabel("alpha of the column; 1 leaves it as it is, 0 drops it")
-    axis.set_ylabel("rise of the loss")
+    axis.set(xlabel="alpha of the column; 1 leaves it as it is, 0 drops it", ylabel="rise of the loss")
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, loc="upper right")
     return figure
 
 
 def spent_bits(worth: np.ndarray, rows: np.ndarray, budget: float) -> np.ndarray:
-    """Bits of every column of every block: from 0 up, the step that saves most loss for its bytes comes first.
-
-    Returns:
-        (S, D) integers from 0 to 8.
-    """
+    """Bits of every column of every block: from 0 up, the step that saves most loss for its bytes comes first."""
     widths, noise = np.array(list(NOISE)), np.array(list(NOISE.values()))
     steps = []
     for block, column in np.ndindex(worth.shape):
@@ -110,9 +101,7 @@ def bits() -> Figure:
     widths, noise = np.array(list(NOISE)), np.array(list(NOISE.values()))
     for worth, color, name in ((1.0, ORANGE, "worth much"), (0.25, BLUE, "worth little")):
         left.plot(widths, worth * noise, "-o", color=color, label=f"a column {name}", markersize=4)
-    left.set_xticks(widths)
-    left.set_xlabel("bits of its values")
-    left.set_ylabel("loss that it costs")
+    left.set(xticks=widths, xlabel="bits of its values", ylabel="loss that it costs")
     left.spines[["top", "right"]].set_visible(False)
     left.legend(frameon=False)
     left.set_title("steepest steps first", fontsize=10, loc="left")
@@ -134,20 +123,10 @@ def blocks() -> Figure:
     for number, (start, stop) in enumerate(pairwise(edges)):
         rank = np.geomspace(start, stop, 20)
         axis.fill_between(rank, 40000 / rank**0.95, 1, color=BLOCKS[number], linewidth=0)
-        axis.text(
-            np.sqrt(start * stop),
-            1.5,
-            f"block {number}",
-            ha="center",
-            fontsize=9,
-            color="white" if number < 2 else "black",
-        )
-    axis.set_xscale("log")
-    axis.set_yscale("log")
-    axis.set_ylim(1, 60000)
-    axis.set_xlim(edges[0], edges[-1])
-    axis.set_xlabel("rows of a table, the most frequent first")
-    axis.set_ylabel("times looked up in training")
+        middle, shade = np.sqrt(start * stop), "white" if number < 2 else "black"
+        axis.text(middle, 1.5, f"block {number}", ha="center", fontsize=9, color=shade)
+    axis.set(xscale="log", yscale="log", xlim=(edges[0], edges[-1]), ylim=(1, 60000))
+    axis.set(xlabel="rows of a table, the most frequent first", ylabel="times looked up in training")
     axis.spines[["top", "right"]].set_visible(False)
     return figure
 
@@ -164,15 +143,12 @@ def axes() -> Figure:
         panel.scatter(points[:, 0], points[:, 1], s=8, color=BLUE, alpha=0.6, linewidth=0)
         panel.axhline(0, color=GREY, linewidth=0.8)
         panel.axvline(0, color=GREY, linewidth=0.8)
-        panel.set_aspect("equal")
-        panel.set_xlim(-3, 3)
-        panel.set_ylim(-3, 3)
+        panel.set(aspect="equal", xlim=(-3, 3), ylim=(-3, 3))
         _bare(panel, title, x="column 0", y="column 1")
     shares = [(points**2).sum(0) / (points**2).sum() for points in (given, turned)]
     panels[2].bar(np.arange(2) - 0.2, shares[0], 0.4, color=GREY, label="as trained")
     panels[2].bar(np.arange(2) + 0.2, shares[1], 0.4, color=BLUE, label="in principal axes")
-    panels[2].set_xticks([0, 1], ["column 0", "column 1"])
-    panels[2].set_ylim(0, 1.3)
+    panels[2].set(xticks=[0, 1], xticklabels=["column 0", "column 1"], ylim=(0, 1.3))
     panels[2].set_title("share of the energy", fontsize=10, loc="left")
     panels[2].spines[["top", "right"]].set_visible(False)
     panels[2].legend(frameon=False, fontsize=9)
@@ -182,8 +158,7 @@ def axes() -> Figure:
 def every_day() -> Figure:
     """What runs once, every day and every hour, and what it leaves for serving."""
     figure, axis = pyplot.subplots(figsize=(9, 3.4))
-    axis.set_xlim(0, 9)
-    axis.set_ylim(0.5, 3.9)
+    axis.set(xlim=(0, 9), ylim=(0.5, 3.9))
     axis.axis("off")
     rows = (("once", 3.1, GREY), ("every day", 1.9, BLUE), ("every hour", 0.7, TEAL))
     texts = {

@@ -69,8 +69,7 @@ def _dress(axis: Axes, title: str, metric: str) -> None:
     axis.xaxis.set_minor_locator(NullLocator())
     axis.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:g}x"))
     axis.tick_params(labelsize=9)
-    axis.set_xlabel("times smaller tables (log scale)")
-    axis.set_ylabel(metric)
+    axis.set(xlabel="times smaller tables (log scale)", ylabel=metric)
     axis.set_title(title, loc="left", fontsize=11)
     axis.grid(color="#e5e7eb", linewidth=0.8)
     axis.spines[["top", "right"]].set_visible(False)
@@ -84,13 +83,8 @@ def draw(path: Path) -> None:
         same, smaller = "## From the same trained model", "## A smaller D"
         _line(axis, measured(compressed, "Means of seeds", model, "learnt"), "dnis compress", COMPRESS)
         _line(axis, measured(rivals, same, model, "int8, int4 rows"), "TorchRec's int8 and int4 rows", ROWS, "--s")
-        _line(
-            axis,
-            measured(rivals, smaller, model, "smaller D"),
-            "smaller embedding_dim, trained anew, one seed",
-            UNIFORM,
-            "-^",
-        )
+        narrow = measured(rivals, smaller, model, "smaller D")
+        _line(axis, narrow, "smaller embedding_dim, trained anew, one seed", UNIFORM, "-^")
         _line(axis, measured(rivals, same, model, "cut axes"), "first principal axes only", CUT, ":v")
     left, right = axes
     left.set_ylim(0.708, 0.745)

@@ -1,8 +1,6 @@
 """The rooms of the package, drawn from its imports: a room imports only from rooms below it.
 
-    python -m docs.rooms [--out docs/rooms.png]
-
-An arrow that follows from others is left out: of A -> B, B -> C and A -> C the last.
+python -m docs.rooms [--out docs/rooms.png]
 """
 
 from __future__ import annotations
@@ -105,8 +103,7 @@ def draw(path: Path) -> None:
         box = {"boxstyle": "round,pad=0.45", "facecolor": "#eef3fb", "edgecolor": "#3b6ea8"}
         label = f"{room}\n{SAID.get(room, '')}"
         axis.text(x, y, label, ha="center", va="center", fontsize=9, bbox=box, zorder=2, linespacing=1.25)
-    axis.set_xlim(0, 1)
-    axis.set_ylim(-0.6, len(rows) - 0.4)
+    axis.set(xlim=(0, 1), ylim=(-0.6, len(rows) - 0.4))
     axis.axis("off")
     figure.savefig(path, dpi=130, bbox_inches="tight")
     pyplot.close(figure)

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 TEMPLATES = ROOT / "dnis_torchrec" / "report" / "templates"
 RIDDLES = re.compile(r"\b(nobody|somebody|lies|stands|dies)\b", re.IGNORECASE)
 """Each has a plainer word. Literal uses are code, in backticks."""
-_CODE = re.compile(r"^```.*?^```|<!--.*?-->|^    .*?$", re.DOTALL | re.MULTILINE)
+_CODE = re.compile(r"^```.*?^```|^\$\$.*?\$\$$|<!--.*?-->|^    .*?$", re.DOTALL | re.MULTILINE)
 _NO_PROSE = re.compile(r"^\|.*$|^#.*$|^!\[.*$|^\W+$", re.MULTILINE)
 _END = re.compile(r"(?<=[.!?])[*\")]*\s+(?=[*\"(\[`]*[A-Z0-9`])")
 

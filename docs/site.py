@@ -6,7 +6,9 @@ MkDocs calls the functions that begin with ``on_``. Nothing of the package is im
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -60,23 +62,27 @@ def reference() -> str:
 def cells(script: str) -> Iterator[tuple[str, str]]:
     """Kind and text of every cell of a script in percent format: ``"code"``, or ``"markdown"`` without comment signs.
 
+    As in jupytext, a comment that begins with ``!`` is a command of the notebook.
+
     Example:
-        >>> list(cells("# %% [markdown]\\n# # Title\\n# %%\\nx = 1\\n"))
-        [('markdown', '# Title'), ('code', 'x = 1')]
+        >>> list(cells("# %% [markdown]\\n# # Title\\n# %%\\nx = 1\\n# %%\\n# !dnis\\n"))
+        [('markdown', '# Title'), ('code', 'x = 1'), ('code', '!dnis')]
     """
     for cell in f"\n{script}".split("\n# %%")[1:]:
         head, _, text = cell.partition("\n")
         if "[markdown]" in head:
             yield "markdown", "\n".join(line.removeprefix("#").removeprefix(" ") for line in text.strip().splitlines())
         else:
-            yield "code", text.strip()
+            yield "code", re.sub(r"^# !", "!", text.strip(), flags=re.MULTILINE)
 
 
 def notebook_page(script: str) -> str:
-    """Markdown of a notebook."""
-    return "\n\n".join(
-        text if kind == "markdown" else f"```python\n{text}\n```" for kind, text in cells(script) if text
-    )
+    """Markdown of a notebook; its commands stand there as in a shell."""
+    parts = []
+    for kind, text in cells(script):
+        language = "sh" if text.startswith("!") else "python"
+        parts.append(text if kind == "markdown" else f"```{language}\n{text.replace('!dnis', 'dnis')}\n```")
+    return "\n\n".join(parts)
 
 
 def inside_the_site(page: str, markdown: str) -> str:
@@ -95,8 +101,24 @@ def inside_the_site(page: str, markdown: str) -> str:
     if page.startswith(f"{MEASURED}/"):
         return markdown.replace("](../docs/", "](../")
     up = "../" * page.count("/")
+    markdown = re.sub(r"(notebooks/\w+)\.py\)", r"\1.md)", markdown)
     markdown = markdown.replace(f"](../{up}{MEASURED}/", f"]({up}{MEASURED}/")
     return markdown.replace(f"](../{up}README.md", f"]({up}{START}")
+
+
+def with_equations(html: str, draw: Callable[..., str]) -> str:
+    """A page whose equations are drawn from the LaTeX that arithmatex has marked.
+
+    Example:
+        >>> with_equations(r'<span class="arithmatex">\\(a &lt; b\\)</span>', lambda latex, display: display + latex)
+        '<span class="arithmatex">inlinea < b</span>'
+    """
+    return re.sub(
+        r'(?<=class="arithmatex">)\\([(\[])(.*?)\\[)\]](?=</)',
+        lambda match: draw(unescape(match[2]), display="inline" if match[1] == "(" else "block"),
+        html,
+        flags=re.DOTALL,
+    )
 
 
 def on_config(config: Any) -> Any:
@@ -125,3 +147,10 @@ def on_files(files: Any, *, config: Any) -> Any:
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
     """Puts the names of the face into the API page, and links where the site has their targets."""
     return inside_the_site(page.file.src_uri, markdown.replace(MARKER, reference()))
+
+
+def on_page_content(html: str, *, page: Any, config: Any, files: Any) -> str:
+    """Draws equations as MathML, which browsers show without a script."""
+    from latex2mathml.converter import convert
+
+    return with_equations(html, convert)

@@ -188,12 +188,12 @@ def check_kinds(task: Task) -> None:
 
 
 class TrainTask(nn.Module):
-    """A model with its task, in the shape that TorchRec's train pipelines call, as
+    r"""A model with its task, in the shape that TorchRec's train pipelines call, as
     torchrec.models.dlrm.DLRMTrain.
 
-    In training mode an L2 penalty on the looked-up embeddings is added to the loss of the data:
+    In training mode an L2 penalty on the looked-up embeddings of B samples is added to the loss:
 
-        L = L_data + embedding_l2 * 1/B * sum over samples b and features f of |v_bf|^2
+    $$L = L_{\text{data}} + \lambda \frac{1}{B} \sum_{b, f} {\lVert v_{bf} \rVert}^2$$
 
     v_bf is the pooled embedding of feature f of sample b as the model reads it: of a single-id
     feature the row itself, of a bag its sum, mean or weighted sum, under soft selection what alpha
