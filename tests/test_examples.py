@@ -7,6 +7,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,19 +25,16 @@ from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.models.dlrm import DLRMTrain
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingBagCollectionInterface
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 import dnis_torchrec as dnis
 from benchmarks import data_loading
 from benchmarks.rivals.streams import train_on_validation
-from dnis_torchrec.artifact.export import load_model
 from dnis_torchrec.artifact.package import Signature, export_graph
 from dnis_torchrec.data.batches import Bags, BatchParts, InMemoryBatches, RankingBatch, split_rows
 from dnis_torchrec.data.parquet import FileBatches
-from dnis_torchrec.data.recipe import DataSplits, Recipe
-from dnis_torchrec.data.task import RANKING_KS, TrainTask
+from dnis_torchrec.data.task import RANKING_KS
 from dnis_torchrec.search.prune import uncompressed_scheme
 from dnis_torchrec.search.search import search
 from dnis_torchrec.search.settings import SearchSettings
@@ -385,7 +383,7 @@ def test_distinct_values_become_rows_whatever_they_are(tmp_path: Path):
 
 OF_MOVIELENS = ("mf", "mlp", "neumf", "ctr_fm", "ctr_wide_deep", "ctr_deepfm", "ctr_dlrm", "ctr_dlrm_dcn")
 OF_CRITEO = ("fm", "fm_weighted", "wide_deep", "deepfm", "simple_deepfm", "dlrm")
-RECIPES: dict[str, Callable[..., Recipe]] = {
+RECIPES: dict[str, Callable[..., dnis.Recipe]] = {
     **{f"movielens:{name}": getattr(movielens, name) for name in OF_MOVIELENS},
     **{f"criteo:{name}": getattr(criteo, name) for name in OF_CRITEO},
     **{f"anime:{name}": getattr(anime_recipes, name) for name in ("mf", "fm")},
@@ -405,7 +403,7 @@ def data(ml_1m: Path) -> Path:
 
 
 @pytest.fixture(params=RECIPES)
-def build(request: pytest.FixtureRequest, data: Path) -> Callable[..., Recipe]:
+def build(request: pytest.FixtureRequest, data: Path) -> Callable[..., dnis.Recipe]:
     name = request.param
     folder = None if name == "synthetic:demo" else data
     return lambda **arguments: RECIPES[name](folder, **arguments)
@@ -426,7 +424,7 @@ def tables_of(model: nn.Module) -> EmbeddingBagCollection:
     return tables
 
 
-def splits_of(recipe: Recipe) -> list[InMemoryBatches]:
+def splits_of(recipe: dnis.Recipe) -> list[InMemoryBatches]:
     return [recipe.data.train, recipe.data.validation, recipe.data.selection, recipe.data.test]
 
 
@@ -436,7 +434,7 @@ def test_every_recipe_learns_at_any_embedding_dim_and_runs_in_torchrecs_pipeline
         recipe, dim = build(embedding_dim=embedding_dim), embedding_dim or default
         dims = {config.embedding_dim for config in tables_of(recipe.model).embedding_bag_configs()}
         assert dims == ({dim, 4 * dim} if isinstance(recipe.model, NeuMF) else {dim})
-        task, batch = TrainTask(recipe.model, recipe.loss), next(iter(recipe.data.train))
+        task, batch = dnis.TrainTask(recipe.model, recipe.loss), next(iter(recipe.data.train))
         optimizer, losses = torch.optim.Adam(recipe.model.parameters(), lr=0.01), []
         for _ in range(20 if embedding_dim == 4 else 1):
             optimizer.zero_grad()
@@ -562,7 +560,7 @@ def test_scalars_of_held_out_lines_move_no_bucket_of_the_training_lines(tmp_path
 )
 def test_the_publishers_files(real_data, name):
     recipe = (RECIPES | {"ncf:neumf_topk": ncf.neumf_topk})[name](real_data / FOLDERS[name.split(":")[0]])
-    loss, (_, predictions) = TrainTask(recipe.model, recipe.loss)(next(iter(recipe.data.train)))
+    loss, (_, predictions) = dnis.TrainTask(recipe.model, recipe.loss)(next(iter(recipe.data.train)))
     assert torch.isfinite(predictions).all()
     assert float(loss.detach()) < (0.8 if isinstance(recipe.loss, nn.BCEWithLogitsLoss) else 3)
 
@@ -577,57 +575,40 @@ Sample = dict[str, list[tuple[int, float]]]
 """Feature -> (id, value) of one sample's bag."""
 
 
-def batches(*, multi_hot: bool, scalars: bool, seed: int = 0, num_samples: int = NUM_SAMPLES) -> InMemoryBatches:
+def one_batch(*, multi_hot: bool, scalars: bool = False) -> Batch:
     """Samples of two single-id features, a multi-hot one with empty bags, and two scalars, one of them often 0."""
-    generator = torch.Generator().manual_seed(seed)
-    skewed = torch.rand(num_samples, 2, generator=generator)
+    generator = torch.Generator().manual_seed(0)
+    skewed = torch.rand(NUM_SAMPLES, 2, generator=generator)
     ids = torch.stack([(rows ** skewed[:, i]).long() - 1 for i, rows in enumerate(PAIR.values())], dim=1).clamp(min=0)
-    lengths = torch.randint(0, 4, (num_samples,), generator=generator)
+    lengths = torch.randint(0, 4, (NUM_SAMPLES,), generator=generator)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     bags = Bags(torch.randint(0, ROWS["genre"], (int(offsets[-1]),), generator=generator), offsets)
-    dense = torch.randn(num_samples, len(SCALAR_NAMES), generator=generator)
+    dense = torch.randn(NUM_SAMPLES, len(SCALAR_NAMES), generator=generator)
     dense[::3, 1] = 0.0
-    signal = (ids[:, 0] % 3 - 1.0) + (ids[:, 1] % 2) + dense[:, 0]
-    labels = (signal.sigmoid() > torch.rand(num_samples, generator=generator)).float()
-    return InMemoryBatches(
-        dense,
-        ids,
-        labels,
-        feature_names=tuple(PAIR),
-        multi_hot={"genre": bags} if multi_hot else {},
-        scalar_names=SCALAR_NAMES if scalars else (),
-        batch_size=num_samples if num_samples == NUM_SAMPLES else 64,
-        shuffle=False,
-        seed=seed,
+    names = {"feature_names": tuple(PAIR), "scalar_names": SCALAR_NAMES if scalars else ()}
+    multi_hot_bags = {"genre": bags} if multi_hot else {}
+    options = {"batch_size": NUM_SAMPLES, "shuffle": False, "seed": 0}
+    return next(
+        iter(InMemoryBatches(dense, ids, torch.zeros(NUM_SAMPLES), multi_hot=multi_hot_bags, **names, **options))
     )
 
 
-def mf(dim: int = DIM) -> nn.Module:
-    return MatrixFactorization(build_tables(PAIR, dim, init_std=0.3), global_mean=0.5)
+OF_PAIRS: dict[str, Callable[[], nn.Module]] = {
+    "mf": lambda: MatrixFactorization(build_tables(PAIR, DIM, init_std=0.3), global_mean=0.5),
+    "mlp": lambda: MultiLayerPerceptron(build_tables(PAIR, DIM, init_std=0.3), tower=(6, 3), initial_bias=0.5),
+    "neumf": lambda: NeuMF(build_neumf_tables(PAIR, DIM, init_std=0.3), tower=ncf_tower(DIM), initial_bias=0.5),
+}
+OF_FIELDS: dict[str, Callable[..., nn.Module]] = {
+    "fm": FactorizationMachine,
+    "wide_deep": partial(WideDeep, tower=(6, 3)),
+    "deepfm": partial(DeepFM, tower=(6, 3)),
+}
 
 
-def mlp(dim: int = DIM) -> nn.Module:
-    return MultiLayerPerceptron(build_tables(PAIR, dim, init_std=0.3), tower=(6, 3), initial_bias=0.5)
-
-
-def neumf(dim: int = DIM) -> nn.Module:
-    return NeuMF(build_neumf_tables(PAIR, dim, init_std=0.3), tower=ncf_tower(dim), initial_bias=0.5)
-
-
-def fm(dim: int = DIM, **tables: tuple[str, ...]) -> nn.Module:
-    return FactorizationMachine(build_tables(ROWS, dim, init_std=0.3, **tables), initial_bias=0.5)
-
-
-def wide_deep(dim: int = DIM, **tables: tuple[str, ...]) -> nn.Module:
-    return WideDeep(build_tables(ROWS, dim, init_std=0.3, **tables), tower=(6, 3), initial_bias=0.5)
-
-
-def deepfm(dim: int = DIM, **tables: tuple[str, ...]) -> nn.Module:
-    return DeepFM(build_tables(ROWS, dim, init_std=0.3, **tables), tower=(6, 3), initial_bias=0.5)
-
-
-OF_PAIRS = {"mf": mf, "mlp": mlp, "neumf": neumf}
-OF_FIELDS = {"fm": fm, "wide_deep": wide_deep, "deepfm": deepfm}
+def build_model(name: str, **scalars: tuple[str, ...]) -> nn.Module:
+    if name in OF_PAIRS:
+        return OF_PAIRS[name]()
+    return OF_FIELDS[name](build_tables(ROWS, DIM, init_std=0.3, **scalars), initial_bias=0.5)
 
 
 def perceptron(tower: nn.Module, inputs: list[float]) -> list[float]:
@@ -719,8 +700,8 @@ def randomised(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("name", OF_PAIRS)
 def test_models_of_pairs_equal_their_formula(name: str) -> None:
     torch.manual_seed(0)
-    model = randomised(OF_PAIRS[name]())
-    batch = next(iter(batches(multi_hot=False, scalars=False)))
+    model = randomised(build_model(name))
+    batch = one_batch(multi_hot=False)
     assert_equals_formula(model, batch)
 
 
@@ -728,9 +709,9 @@ def test_models_of_pairs_equal_their_formula(name: str) -> None:
 @pytest.mark.parametrize("scalars", [False, True], ids=["ids", "weighted"])
 def test_models_of_fields_equal_their_formula(name: str, scalars: bool) -> None:
     torch.manual_seed(0)
-    model = randomised(OF_FIELDS[name](scalar_names=SCALAR_NAMES if scalars else ()))
+    model = randomised(build_model(name, scalar_names=SCALAR_NAMES if scalars else ()))
     assert model.embedding_bag_collection.is_weighted() == scalars
-    batch = next(iter(batches(multi_hot=True, scalars=scalars)))
+    batch = one_batch(multi_hot=True, scalars=scalars)
     assert (SCALARS in model.embedding_bag_collection.embedding_bags) == scalars
     assert_equals_formula(model, batch)
 
@@ -744,61 +725,28 @@ def assert_equals_formula(model: nn.Module, batch: Batch) -> None:
     assert float(found.std()) > 0.1
 
 
-class Reordered(EmbeddingBagCollectionInterface):
-    """Returns the keys of a collection in another order, as a sharded one may."""
-
-    def __init__(self, tables: EmbeddingBagCollection) -> None:
-        super().__init__()
-        self.tables = tables
-
-    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        by_key = self.tables(features).to_dict()
-        keys = list(by_key)[::-1]
-        return KeyedTensor(
-            keys, [by_key[key].shape[1] for key in keys], torch.cat([by_key[key] for key in keys], dim=1)
-        )
-
-    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        return self.tables.embedding_bag_configs()
-
-    def is_weighted(self) -> bool:
-        return self.tables.is_weighted()
-
-
 @pytest.mark.parametrize("name", [*OF_PAIRS, *OF_FIELDS])
 def test_the_order_of_a_collections_keys_does_not_matter(name: str) -> None:
-    model = randomised((OF_PAIRS | OF_FIELDS)[name]())
-    batch = next(iter(batches(multi_hot=name in OF_FIELDS, scalars=False)))
+    """A sharded one may return them in another."""
+
+    def reverse(tables: nn.Module, inputs: object, pooled: KeyedTensor) -> KeyedTensor:
+        by_key = dict(reversed(pooled.to_dict().items()))
+        widths = [part.shape[1] for part in by_key.values()]
+        return KeyedTensor(list(by_key), widths, torch.cat(list(by_key.values()), dim=1))
+
+    model, batch = randomised(build_model(name)), one_batch(multi_hot=name in OF_FIELDS)
     before = model(batch.dense_features, batch.sparse_features)
-    model.embedding_bag_collection = Reordered(model.embedding_bag_collection)
+    model.embedding_bag_collection.register_forward_hook(reverse)
     torch.testing.assert_close(model(batch.dense_features, batch.sparse_features), before)
-
-
-def recipe_of(name: str, *, seed: int = 0, optimizer: str = "adam") -> Recipe:
-    """A tiny recipe of one of the models."""
-    weighted = name.endswith("_weighted")
-    build = (OF_PAIRS | OF_FIELDS)[name.removesuffix("_weighted")]
-    shape = {"multi_hot": name not in OF_PAIRS, "scalars": weighted}
-    torch.manual_seed(seed)
-    splits = [batches(**shape, seed=part, num_samples=size) for part, size in enumerate((320, 128, 64, 64))]
-    return Recipe(
-        model=build(dim=8, scalar_names=SCALAR_NAMES) if weighted else build(dim=8),
-        data=DataSplits(**dict(zip(("train", "validation", "selection", "test"), splits, strict=True))),
-        loss=nn.MSELoss() if name == "mf" else nn.BCEWithLogitsLoss(),
-        table_optimizer=optimizer,
-        table_learning_rate=1e-2,
-        dense_learning_rate=1e-2,
-    )
 
 
 @pytest.mark.skipif(not load_operator(), reason="the lookups are not compiled here")
 @pytest.mark.parametrize("name", [*OF_PAIRS, "deepfm"])
 def test_models_can_be_packaged(tmp_path: Path, name: str) -> None:
     """A server may have no FBGEMM, which KeyedJaggedTensor's `features[name]` would call."""
-    pruned, served = recipe_of(name).model, recipe_of(name, seed=1)
-    scheme = uncompressed_scheme(pruned)
-    model = load_model(served.model, dnis.export(pruned, scheme, tmp_path / "artifact"), form="packed").eval()
-    batch = next(iter(served.data.test))
+    trained, fresh = (build_model(name) for _ in range(2))
+    path = dnis.export(trained, uncompressed_scheme(trained), tmp_path / "artifact")
+    model, batch = dnis.load_model(fresh, path, form="packed").eval(), one_batch(multi_hot=name in OF_FIELDS)
     signature = Signature.of_batch(batch)
     with torch.no_grad():
         graph = export_graph(model, signature).module()
@@ -958,7 +906,7 @@ class TestNeuMFTopK:
             (theirs, ours) = (next(iter(getattr(each.data, split))) for each in (whole, part))
             assert torch.equal(theirs.sparse_features.values(), ours.sparse_features.values())
             assert torch.equal(theirs.labels, ours.labels)
-        task = TrainTask(part.model, part.loss)
+        task = dnis.TrainTask(part.model, part.loss)
         labels = torch.cat([batch.labels for batch in part.data.train])
         assert float(labels.mean()) == pytest.approx(0.2)  # positives among negatives
         test, selection = (evaluate(task, split, part.loss, CPU) for split in (part.data.test, part.data.selection))
@@ -1210,7 +1158,7 @@ def test_a_recipe_is_compressed_and_searched(
     monkeypatch.setattr(amazon_sequences, "NUM_QUERIES", 3)
     monkeypatch.setattr(amazon_sequences, "NUM_RANKED", 12)
     recipe = getattr(amazon_sequences, name)(data, embedding_dim=8)
-    metrics = evaluate(TrainTask(recipe.model, recipe.task), recipe.data.test, recipe.task, CPU)
+    metrics = evaluate(dnis.TrainTask(recipe.model, recipe.task), recipe.data.test, recipe.task, CPU)
     assert ("auc" if name == "din" else "ndcg@10") in metrics
     outcome = search(recipe, 2.0, tmp_path / "run", CPU, settings=SearchSettings(num_blocks=2, epochs=1, patience=1))
     assert outcome.scheme.tables["item"].pooling == "none"
@@ -1428,11 +1376,6 @@ def in_memory(**changes: Any) -> InMemoryBatches:
     return InMemoryBatches(dense, ids, torch.zeros(6), **given)
 
 
-def damaged(path: Path, change: Callable[[bytes], bytes]) -> Path:
-    path.write_bytes(change(path.read_bytes()))
-    return path
-
-
 def table(folder: Path, *last: str) -> object:
     return read_table(
         write(folder / "table.dat.gz", [*(f"{i}::1::k{i * i}" for i in range(1000 * bool(last))), *last]), TABLE, "::"
@@ -1441,11 +1384,13 @@ def table(folder: Path, *last: str) -> object:
 
 def cut_table(folder: Path, change: Callable[[bytes], bytes]) -> object:
     path = write(folder / "table.dat.gz", [f"{i}::1::k{i * i}" for i in range(1000)])
-    return read_table(damaged(path, change), TABLE, "::")
+    path.write_bytes(change(path.read_bytes()))
+    return read_table(path, TABLE, "::")
 
 
 def one_out(folder: Path, *lines: str, change: Callable[[bytes], bytes] = bytes) -> object:
-    damaged(write_ncf(folder, list(lines)), change)
+    path = write_ncf(folder, list(lines))
+    path.write_bytes(change(path.read_bytes()))
     return load_leave_one_out(folder)
 
 
