@@ -38,6 +38,7 @@ from tests.models import (
     wrapper_of,
 )
 from tests.models import KEYS as SEQUENCE_KEYS
+from tests.models import features as pooled_features
 from tests.models import sequence_features as features
 from tests.models import sequence_tables as tables
 from tests.reference import ReferenceTable, pooled_reference
@@ -203,30 +204,25 @@ def test_a_gpu_refuses_what_a_cpu_refuses(data: st.DataObject) -> None:
     assert is_refused_by_the_kernel(bag_check, features) == expected
 
 
-@pytest.mark.parametrize("id_of_nobody", [-1, torch.iinfo(torch.int64).max])
-def test_ids_of_a_feature_that_nobody_reads_may_be_anything(id_of_nobody: int) -> None:
-    """Such as a hash of 64 bits, of a model's other collection."""
-    bag_check = prepare_(nn.ModuleDict({"e": collection()}), blocks())["e"].bag_check
-    ids, lengths = torch.tensor([0, 0, 0, id_of_nobody]), torch.ones(4, dtype=torch.int32)
-    features = KeyedJaggedTensor([*KEYS, "of nobody"], ids, lengths=lengths)
-    bag_check(features)
-    bag_check._assert_good(features)
-    assert not is_refused_by_the_kernel(bag_check, features)
+LAST = [ROWS[key.removesuffix("_id")] - 1 for key in KEYS]
+ONE_EACH = [1] * 4
 
 
-def test_lengths_below_0_are_refused_where_their_sum_is_right() -> None:
-    bag_check = prepare_(nn.ModuleDict({"e": collection()}), blocks(), multi_hot_features=KEYS)["e"].bag_check
-    features = KeyedJaggedTensor(KEYS, torch.zeros(3, dtype=torch.int64), lengths=torch.tensor([2, -1, 1, 0, 1, 0]))
-    assert is_refused(lambda: bag_check(features))
-    assert is_refused(lambda: bag_check._assert_good(features))
-    assert is_refused_by_the_kernel(bag_check, features)
-
-
-@pytest.mark.parametrize(("name", "row", "is_good"), [(key, row, row < 0) for key in KEYS for row in (-1, 0)])
-def test_the_first_id_behind_a_table_is_refused_and_the_last_of_it_is_not(name: str, row: int, is_good: bool) -> None:
-    bag_check = prepare_(nn.ModuleDict({"e": collection()}), blocks())["e"].bag_check
-    ids = torch.tensor([ROWS[key.removesuffix("_id")] + row if key == name else 0 for key in KEYS])
-    features = KeyedJaggedTensor(KEYS, ids, lengths=torch.ones(3, dtype=torch.int32))
+@pytest.mark.parametrize(
+    ("ids", "lengths", "is_good"),
+    [
+        # of a feature that nobody reads they may be anything, such as a hash of 64 bits
+        *(([0, 0, 0, of_nobody], ONE_EACH, True) for of_nobody in (-1, torch.iinfo(torch.int64).max)),
+        ([0] * 4, [2, -1, 1, 0, 1, 0, 1, 0], False),  # their sum is right
+        ([*LAST, 0], ONE_EACH, True),
+        *(([last + (place == of) for of, last in enumerate([*LAST, 0])], ONE_EACH, False) for place in range(3)),
+    ],
+)
+def test_bags_are_good_or_not_wherever_they_are_checked(ids: list[int], lengths: list[int], is_good: bool) -> None:
+    multi_hot = KEYS if len(lengths) > 4 else []
+    model = prepare_(nn.ModuleDict({"e": collection()}), blocks(), multi_hot_features=multi_hot)
+    features = KeyedJaggedTensor([*KEYS, "of nobody"], torch.tensor(ids), lengths=torch.tensor(lengths).int())
+    bag_check = model["e"].bag_check
     assert is_refused(lambda: bag_check(features)) != is_good
     assert is_refused(lambda: bag_check._assert_good(features)) != is_good
     assert is_refused_by_the_kernel(bag_check, features) != is_good
@@ -361,24 +357,12 @@ def _grad(tensor: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
 
 
-def simple(max_bag_length: int = 1, **table_fields):
-    fields = dict(name="movie", num_embeddings=4, embedding_dim=2, feature_names=["movie"]) | table_fields
-    table = EmbeddingBagConfig(**fields)
-    counts = FrequencyCounts({table.name: torch.tensor([4, 3, 2, 1])}, {"movie": max_bag_length}, 10)
-    return table, blocks_from_counts(
-        counts, [EmbeddingBagConfig(**(fields | {"num_embeddings": 4}))], num_blocks=2, least_rows=1
-    )
-
-
 def test_an_upper_level_backward_cannot_reach_a_table() -> None:
-    table, blocks = simple()
-    wrapper = SoftSelectionEmbeddingBagCollection(EmbeddingBagCollection(tables=[table]), blocks)
-    features = KeyedJaggedTensor(keys=["movie"], values=torch.tensor([0, 3]), lengths=torch.tensor([1, 1]))
+    wrapper = prepare_(nn.ModuleDict({"e": collection()}), blocks())["e"]
     with wrapper.alpha.upper_level():
-        wrapper(features).values().sum().backward()  # even a careless one, without torch.autograd.grad
-        alpha_gradient = wrapper.alpha.of(2).grad
-    assert alpha_gradient is not None
-    assert wrapper.embedding_bag_collection.embedding_bags["movie"].weight.grad is None
+        wrapper(pooled_features()).values().sum().backward()  # even a careless one, without torch.autograd.grad
+        assert all(wrapper.alpha.of(dim).grad is not None for dim in wrapper.alpha.dims)
+    assert all(weight.grad is None for weight in wrapper.embedding_bag_collection.parameters())
 
 
 def reference(model: nn.Module, kjt: KeyedJaggedTensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -519,9 +503,7 @@ def test_columns_of_several_widths(gloo: object) -> None:
 
 def test_pooled_serving_takes_no_unpooled_table() -> None:
     scheme = uncompressed_scheme(sequences(prepared=False))
-    with pytest.raises(
-        ValueError, match="table 'item': expected a table that is pooled, got none; serve it by a Served"
-    ):
+    with pytest.raises(ValueError, match="^table 'item'"):
         LogicalTables.of(scheme)
     pooled = uncompressed_scheme(bags_of_one())
     with pytest.raises(ValueError, match="table 'item': expected one that is not pooled, got sum"):
