@@ -54,7 +54,6 @@ from tests.models import (
     ROWS,
     SHARDING_TYPES,
     TwoCollections,
-    alpha_of,
     blocks_for,
     blocks_of,
     collection,
@@ -319,18 +318,6 @@ class SeveralRanks:
     """What a sharded collection knows of its ranks."""
 
     world_size = 2
-
-
-@pytest.mark.usefixtures("gloo")
-def test_a_model_over_several_ranks_is_folded_where_it_is() -> None:
-    sharded = shard_as(prepare_(dlrm(), blocks_for(dlrm())), "table_wise")
-    randomise_alpha_(sharded)
-    expected = predict(sharded)
-    [wrapper] = soft_selection_modules(sharded).values()
-    wrapper.embedding_bag_collection._env = SeveralRanks
-    assert merge_(sharded) is sharded
-    assert (alpha_of(sharded).of(8) == 1).all()
-    torch.testing.assert_close(predict(sharded), expected, atol=1e-6, rtol=0)
 
 
 @pytest.mark.usefixtures("gloo")
