@@ -154,47 +154,33 @@ def test_predictions_stay_and_columns_come_in_order(name: str, sharding_type: st
             torch.testing.assert_close(after[table], (before[table].double() @ rotation).float())
 
 
-@pytest.mark.parametrize("name", ["mf", "mlp", "deepfm"])
-def test_training_does_not_notice(name: str) -> None:
-    """SGD with momentum in float32: train, rotate, train equals train, train, rotate by the same matrix."""
-    first = shard_as(build(name), "data_parallel")
-    second = shard_as(build(name), "data_parallel")
-    counts, kjt = counts_of(build(name)), features_of(build(name))
-    optimizers = [optimizer_of(model, sgd) for model in (first, second)]
-    for model, optimizer in zip((first, second), optimizers, strict=True):
-        train(model, optimizer, kjt, 2)
-    rotations = rotate_(first, counts, optimizers[0])
-    for model, optimizer in zip((first, second), optimizers, strict=True):
-        train(model, optimizer, kjt, 3)
-    turned, straight = tables_of(first), tables_of(second)
-    for group, rotation in zip(rotation_groups(first), rotations, strict=True):
-        for table in group.tables:
-            torch.testing.assert_close(
-                turned[table], (straight[table].double() @ rotation).float(), atol=1e-4, rtol=1e-4
-            )
-    zeros = torch.zeros(BATCH_SIZE, 0)
-    torch.testing.assert_close(first(zeros, kjt), second(zeros, kjt), atol=1e-4, rtol=1e-4)
-
-
-def test_fused_row_wise_adagrad_does_not_notice() -> None:
+def with_adagrad(name: str) -> nn.Module:
     """Its state is a number per row, the mean of squared gradients, which no rotation changes."""
-    models = []
-    for _ in range(2):
-        model = build("mf")
-        for module in model.modules():
-            if isinstance(module, EmbeddingBagCollection):
-                apply_optimizer_in_backward(RowWiseAdagrad, module.parameters(), {"lr": 0.1})
-        models.append(shard_as(model, "table_wise", fused=None))
-    counts, kjt = counts_of(build("mf")), features_of(build("mf"))
+    model = build(name)
+    for module in model.modules():
+        if isinstance(module, EmbeddingBagCollection):
+            apply_optimizer_in_backward(RowWiseAdagrad, module.parameters(), {"lr": 0.1})
+    return shard_as(model, "table_wise", fused=None)
+
+
+@pytest.mark.parametrize(("name", "is_fused"), [("mf", False), ("mlp", False), ("deepfm", False), ("mf", True)])
+def test_training_does_not_notice(name: str, is_fused: bool) -> None:
+    """Train, rotate, train equals train, train, rotate by the same matrix."""
+    models = [with_adagrad(name) if is_fused else shard_as(build(name), "data_parallel") for _ in range(2)]
+    counts, kjt = counts_of(build(name)), features_of(build(name))
     optimizers = [optimizer_of(model, sgd) for model in models]
     for model, optimizer in zip(models, optimizers, strict=True):
         train(model, optimizer, kjt, 2)
-    (rotation,) = rotate_(models[0], counts, optimizers[0])
+    rotations = rotate_(models[0], counts, optimizers[0])
     for model, optimizer in zip(models, optimizers, strict=True):
         train(model, optimizer, kjt, 3)
+    near = {"atol": 1e-4, "rtol": 1e-4}
     turned, straight = (tables_of(model) for model in models)
-    for table in turned:
-        torch.testing.assert_close(turned[table], (straight[table].double() @ rotation).float(), atol=1e-4, rtol=1e-4)
+    for group, rotation in zip(rotation_groups(models[0]), rotations, strict=True):
+        for table in group.tables:
+            torch.testing.assert_close(turned[table], (straight[table].double() @ rotation).float(), **near)
+    zeros = torch.zeros(BATCH_SIZE, 0)
+    torch.testing.assert_close(models[0](zeros, kjt), models[1](zeros, kjt), **near)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -224,79 +210,66 @@ def test_states_turn_along(fused: bool) -> None:
         torch.testing.assert_close(state, (before[name].double() @ by).float())
 
 
-def test_column_shards_are_refused_untouched() -> None:
-    """A rank cannot turn rows of which it holds a part."""
-    model = build("mf")
-    counts = counts_of(model)
-    sharded = shard_as(model, "column_wise")
-    before = tables_of(sharded)
-    with pytest.raises(NotImplementedError, match=r"shards of whole rows, got 4 of its 8 columns"):
-        rotate_(sharded, counts, optimizer_of(sharded, sgd))
-    assert all(torch.equal(table, before[name]) for name, table in tables_of(sharded).items())
-
-
-def test_unknown_optimizer_states_are_refused_untouched() -> None:
-    """Rprop's step sizes belong to axes that are gone."""
+@pytest.mark.parametrize(
+    ("kind", "optimizer", "says"),
+    [
+        ("column_wise", sgd, "shards of whole rows, got 4 of its 8 columns"),  # a rank cannot turn a part of a row
+        ("data_parallel", torch.optim.Rprop, "optimizer state"),  # its step sizes belong to axes that are gone
+    ],
+)
+def test_what_cannot_be_turned_is_refused_untouched(kind: str, optimizer: Callable, says: str) -> None:
     model = build("mf")
     counts, kjt = counts_of(model), features_of(model)
-    sharded = shard_as(model, "data_parallel")
-    optimizer = optimizer_of(sharded, lambda parameters: torch.optim.Rprop(parameters))
-    train(sharded, optimizer, kjt, 1)
+    sharded = shard_as(model, kind)
+    stepper = optimizer_of(sharded, optimizer)
+    train(sharded, stepper, kjt, 1)
     before = tables_of(sharded)
-    with pytest.raises(NotImplementedError, match="optimizer state: supported to turn are"):
-        rotate_(sharded, counts, optimizer)
+    with pytest.raises(NotImplementedError, match=says):
+        rotate_(sharded, counts, stepper)
     assert all(torch.equal(table, before[name]) for name, table in tables_of(sharded).items())
+
+
+def reader(**fields: int) -> dict[str, tuple[LinearReader, ...]]:
+    return {"user": (LinearReader(weight=nn.Linear(9, 2).weight, **fields),)}
+
+
+def product(num_inputs: int, num_outputs: int, **fields: int) -> WeightedProduct:
+    return WeightedProduct(weight=nn.Linear(num_inputs, num_outputs).weight, **fields)
+
+
+class Odd(nn.Module):
+    """Says that a group of its tables turns, which does not fit."""
+
+    def __init__(self, tables: Sequence[str], **parts: object) -> None:
+        super().__init__()
+        configs = [
+            *build_tables(ROWS, DIM).embedding_bag_configs(),
+            *build_tables({"wide": 3}, 4).embedding_bag_configs(),
+        ]
+        self.collection = EmbeddingBagCollection(tables=copy.deepcopy(configs))
+        self.group = RotationGroup(tables=tuple(tables), **parts)
+
+    def rotation_groups(self) -> list[RotationGroup]:
+        return [self.group]
 
 
 @pytest.mark.parametrize(
-    ("group", "says"),
+    ("model", "says"),
     [
-        (RotationGroup(tables=("user", "nobody")), "nobody"),
-        (RotationGroup(tables=("user", "user")), "expected every table in one group at most"),
-        (RotationGroup(tables=("user", "wide")), "expected tables of one embedding_dim"),
-        (
-            RotationGroup(tables=("user",), readers={"movie": (LinearReader(weight=nn.Linear(9, 2).weight),)}),
-            "expected readers of its own tables",
-        ),
-        (
-            RotationGroup(
-                tables=("user",), readers={"user": (LinearReader(weight=nn.Linear(9, 2).weight, first_column=2),)}
-            ),
-            "expected at least 10 inputs, got 9",
-        ),
-        (
-            RotationGroup(tables=("user",), product=WeightedProduct(weight=nn.Linear(8, 1).weight)),
-            "expected two tables without readers beside a product",
-        ),
-        (
-            RotationGroup(tables=("user", "movie"), product=WeightedProduct(weight=nn.Linear(8, 2).weight)),
-            "product: expected a layer with one output, got 2",
-        ),
-        (
-            RotationGroup(
-                tables=("user", "movie"), product=WeightedProduct(weight=nn.Linear(8, 1).weight, first_column=1)
-            ),
-            "product: expected at least 9 inputs, got 8",
-        ),
+        (Odd(["user", "nobody"]), "nobody"),
+        (Odd(["user", "user"]), "expected every table in one group at most"),
+        (Odd(["user", "wide"]), "expected tables of one embedding_dim"),
+        (Odd(["movie"], readers=reader()), "expected readers of its own tables"),
+        (Odd(["user"], readers=reader(first_column=2)), "expected at least 10 inputs, got 9"),
+        (Odd(["user"], product=product(8, 1)), "expected two tables without readers beside a product"),
+        (Odd(ROWS, product=product(8, 2)), "product: expected a layer with one output, got 2"),
+        (Odd(ROWS, product=product(8, 1, first_column=1)), "product: expected at least 9 inputs, got 8"),
     ],
 )
-def test_wrong_groups_are_named(group: RotationGroup, says: str) -> None:
+def test_wrong_groups_are_named(model: nn.Module, says: str) -> None:
     """Before anything is changed."""
-
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            tables = [
-                *build_tables(ROWS, DIM).embedding_bag_configs(),
-                *build_tables({"wide": 3}, 4).embedding_bag_configs(),
-            ]
-            self.collection = EmbeddingBagCollection(tables=copy.deepcopy(tables))
-
-        def rotation_groups(self) -> list[RotationGroup]:
-            return [group]
-
     with pytest.raises(ValueError, match=says):
-        rotation_groups(Odd())
+        rotation_groups(model)
 
 
 @pytest.mark.parametrize("name", ["mlp", "fm"])
@@ -497,57 +470,47 @@ class Doubled(DLRM):
         return 2 * super().forward(dense_features, sparse_features)
 
 
-class CosineInteraction(nn.Module):
-    """Takes the place of an interaction arch, and is none of TorchRec's."""
+class Holding(nn.Module):
+    """Holds a part of its model a second time, perhaps to read its weights."""
+
+    def __init__(self, name: str, part: Callable[[nn.Module], nn.Module | nn.Parameter]) -> None:
+        super().__init__()
+        self.model = build_type(name)
+        self.held = part(self.model)
 
 
-def _patched(model: nn.Module) -> nn.Module:
+def first_layer(model: nn.Module) -> nn.Linear:
+    return model.over_arch.model[0]._mlp[0]._linear
+
+
+def with_change(name: str, change: Callable[[nn.Module], object]) -> Callable[[], nn.Module]:
+    def build_changed() -> nn.Module:
+        model = build_type(name)
+        change(model)
+        return model
+
+    return build_changed
+
+
+def patch_(model: nn.Module) -> None:
     model.forward = model.forward  # an attribute of the object now
-    return model
 
 
-def _hooked(model: nn.Module) -> nn.Module:
+def hook_(model: nn.Module) -> None:
     model.dense_arch.register_forward_hook(lambda module, inputs, output: output.abs())
-    return model
-
-
-def _normalised(model: nn.Module) -> nn.Module:
-    weight_norm(model.over_arch.model[0]._mlp[0]._linear)
-    return model
-
-
-def _other_interaction(model: nn.Module) -> nn.Module:
-    model.inter_arch = CosineInteraction()
-    return model
-
-
-class Reused(nn.Module):
-    """Holds an arch of its model a second time, perhaps to read its weights."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model, self.head = model, model.over_arch
-
-
-class Tied(nn.Module):
-    """Holds a weight of its model a second time."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model, self.tied = model, model.over_arch.model[0]._mlp[0]._linear.weight
 
 
 UNKNOWN: dict[str, Callable[[], nn.Module]] = {
     "dcn": dcn,
     "own forward": lambda: Doubled(collection(), 3, [4, DIM], [6, 1]),
-    "patched": lambda: _patched(build_type("dlrm")),
-    "hooked": lambda: _hooked(build_type("dlrm")),
-    "parametrized": lambda: _normalised(build_type("dlrm")),
-    "other interaction": lambda: _other_interaction(build_type("dlrm")),
-    "shared arch": lambda: Reused(build_type("dlrm")),
-    "tied weight": lambda: Tied(build_type("dlrm")),
-    "patched deepfm": lambda: _patched(build_type("deepfm")),
-    "hooked projection": lambda: _hooked(build_type("projection")),
+    "patched": with_change("dlrm", patch_),
+    "hooked": with_change("dlrm", hook_),
+    "parametrized": with_change("dlrm", lambda model: weight_norm(first_layer(model))),
+    "other interaction": with_change("dlrm", lambda model: setattr(model, "inter_arch", nn.Identity())),
+    "shared arch": lambda: Holding("dlrm", lambda model: model.over_arch),
+    "tied weight": lambda: Holding("dlrm", lambda model: first_layer(model).weight),
+    "patched deepfm": with_change("deepfm", patch_),
+    "hooked projection": with_change("projection", hook_),
 }
 
 
