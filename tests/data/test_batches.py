@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 from torchrec.datasets.utils import Batch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -42,6 +41,7 @@ from dnis_torchrec.search import search as search_module
 from dnis_torchrec.search.search import search
 from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.training.evaluate import evaluate
+from examples.models import FactorizationMachine
 from tests.tiny import (
     QUICK,
     ROWS,
@@ -70,11 +70,7 @@ def test_a_slice_holds_just_its_samples(of: list[Sample], data: st.DataObject, w
 
 
 def test_train_and_validation_are_joined_in_the_same_order_whenever_an_epoch_begins() -> None:
-    frame = {
-        "user": [row % 9 for row in range(200)],
-        "liked": [0.0, 1.0] * 100,
-        "age": [float(age) for age in range(200)],
-    }
+    frame = {"user": [row % 9 for row in range(200)], "liked": [0.0, 1.0] * 100, "age": range(200)}
     data, other = (DataSplits.from_frame(frame, label="liked", ids=["user"], dense=["age"], batch_size=4) for _ in "ab")
     joined = JoinedBatches(data.train, data.validation)
     sizes = [sum(1 for _ in part) for part in (data.train, data.validation)]
@@ -498,23 +494,11 @@ def test_ids_of_any_width_are_searched_and_evaluated_alike(gloo, tmp_path: Path)
     assert searched(everywhere(make_recipe(), narrow(torch.uint16)), tmp_path / "uint16") == expected
 
 
-class Weighted(nn.Module):
-    """A model of two weighted tables."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        tables = [
-            EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=8, feature_names=[name])
-            for name, rows in ROWS.items()
-        ]
-        self.embedding_bag_collection = EmbeddingBagCollection(tables=tables, is_weighted=True)
-        self.over = nn.Linear(16, 1)
-
-    def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
-        return self.over(self.embedding_bag_collection(sparse_features).values())
-
-
 def test_labels_and_weights_of_other_precisions_are_taken(gloo, tmp_path: Path) -> None:
+    tables = [
+        EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=8, feature_names=[name])
+        for name, rows in ROWS.items()
+    ]
     results = []
     for of_data in (torch.float32, torch.bfloat16):
 
@@ -523,7 +507,12 @@ def test_labels_and_weights_of_other_precisions_are_taken(gloo, tmp_path: Path) 
             return changed(batch, weights=own, labels=batch.labels.to(of_data))
 
         torch.manual_seed(0)
-        recipe = everywhere(dataclasses.replace(make_recipe(), model=Weighted()), change)
+        recipe = everywhere(
+            dataclasses.replace(
+                make_recipe(), model=FactorizationMachine(EmbeddingBagCollection(tables=tables, is_weighted=True))
+            ),
+            change,
+        )
         results.append(searched(recipe, tmp_path / str(of_data)))
         assert results[-1] == results[0], of_data
 
