@@ -349,9 +349,7 @@ def trained(steps: int) -> tuple[nn.Module, list[Batch]]:
 
 
 @pytest.mark.parametrize(("steps", "looks_trained"), [(0, False), (60, True)])
-def test_a_model_that_looks_untrained_is_told(
-    steps: int, looks_trained: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_that_looks_untrained_is_told(steps: int, looks_trained: bool, caplog) -> None:
     model, batches = trained(steps)
     blocks = models.blocks_of(model, batches, num_blocks=3)
     with caplog.at_level(logging.WARNING):

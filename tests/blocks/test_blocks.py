@@ -288,9 +288,7 @@ def directory(**changes: object) -> RowDirectory:
 
 
 @pytest.mark.parametrize(("num_blocks", "bytes_per_row"), [(5, 1), (300, 2)])
-def test_a_large_table_takes_a_byte_or_two_per_row(
-    monkeypatch: pytest.MonkeyPatch, num_blocks: int, bytes_per_row: int
-) -> None:
+def test_a_large_table_takes_a_byte_or_two_per_row(monkeypatch, num_blocks: int, bytes_per_row: int) -> None:
     monkeypatch.setattr(routing_module, "ROWS_AT_A_TIME", 1000)
     num_rows, generator = 100_500, torch.Generator().manual_seed(0)
     blocks = torch.randint(0, num_blocks + 1, (num_rows,), generator=generator)
@@ -373,9 +371,7 @@ def test_finds_every_row(routing: RowRouting, num_blocks: int, num_rows: int, ha
 
 
 @pytest.mark.parametrize("num_blocks", [5, 255])
-def test_counts_go_on_behind_65536_rows_and_from_chunk_to_chunk(
-    num_blocks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_counts_go_on_behind_65536_rows_and_from_chunk_to_chunk(num_blocks: int, monkeypatch) -> None:
     monkeypatch.setattr(routing_module, "ROWS_AT_A_TIME", 1 << 17)
     torch.manual_seed(0)
     routing = RowRouting.from_map(torch.randint(num_blocks + 1, (150_001,)), num_blocks)

@@ -321,9 +321,7 @@ def test_sizes_that_bits_alone_lead_to_leave_all_columns(compression: float, mon
     assert ramped.optimizer.density() == 1
 
 
-def test_nothing_dies_once_nothing_is_worth_anything(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_nothing_dies_once_nothing_is_worth_anything(monkeypatch, caplog) -> None:
     """As where columns are multiplied by each other, and each has lost its partner."""
     worth = drawn_worth(0)
     ramped = Ramped(worth, 16, monkeypatch)
@@ -340,9 +338,7 @@ def test_nothing_dies_once_nothing_is_worth_anything(
 
 
 @pytest.mark.parametrize("worth_of_one", [5.0, 1e-6])
-def test_tables_of_one_column_live_beside_wide_ones_if_they_are_worth_it(
-    worth_of_one: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tables_of_one_column_live_beside_wide_ones_if_they_are_worth_it(worth_of_one: float, monkeypatch) -> None:
     """What they carry for their bytes decides, not that they are few."""
     worth = {name: torch.linspace(1.0, 0.1, dim).double().repeat(2, 1) for name, (_, dim) in SIZES.items()}
     worth["first_order"] = torch.full((2, 1), worth_of_one, dtype=torch.float64)
@@ -557,9 +553,7 @@ def test_without_a_ramp_it_is_plain_training(gloo, tmp_path: Path, monkeypatch: 
         assert files_of(run.path)[f"{name}.safetensors"] == files_of(plain.path)[f"{name}.safetensors"]
 
 
-def test_a_search_that_was_stopped_goes_on_behind_its_plain_steps(
-    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_that_was_stopped_goes_on_behind_its_plain_steps(run: RunFolder, tmp_path, monkeypatch) -> None:
     note, steps = Progressive.note, list[int]()
 
     def stop(self: Any, *output: Any, **options: Any) -> None:
