@@ -32,8 +32,6 @@ LAYERS = (
 )
 """Rooms of the package, and loose modules, from the ground up: each imports only from the sets before its own."""
 LAYER_OF = {unit: layer for layer, units in enumerate(LAYERS) for unit in units}
-
-
 SERVING_NEEDS = {"blocks", "checks", "ops", "scheme", "serving"}
 """All of the package that a serving module may load: nothing that trains."""
 
