@@ -1175,6 +1175,10 @@ def test_buckets_keep_the_order_of_values_and_count_training_alone(values, num_b
     assert all(left[1] < right[0] for left, right in pairwise(spans))
     counts = torch.bincount(ids[train_rows], minlength=rows).tolist()
     assert counts == sorted(counts, reverse=True)
+    # What only held-out samples hold moves no boundary.
+    dense[10:] = 100.0
+    again = bucketised(scalars_samples_of(dense), ["x"], train_rows, num_buckets=num_buckets)
+    assert torch.equal(again.ids[:10], found.ids[:10])
 
 
 def tasks_naive(model: models.MultiGateMixtureOfExperts, x: Tensor, task: str) -> Tensor:
