@@ -303,6 +303,18 @@ class SeveralRanks:
 
 
 @pytest.mark.usefixtures("gloo")
+def test_a_model_over_several_ranks_is_folded_where_it_is() -> None:
+    sharded = models.shard_as(prepare_(models.dlrm(), models.blocks_for(models.dlrm())), "table_wise")
+    models.randomise_alpha_(sharded)
+    expected = models.predict(sharded)
+    [own] = wrapper.soft_selection_modules(sharded).values()
+    own.embedding_bag_collection._env = SeveralRanks
+    assert merge_(sharded) is sharded
+    assert (models.alpha_of(sharded).of(8) == 1).all()
+    torch.testing.assert_close(models.predict(sharded), expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.usefixtures("gloo")
 def test_a_model_over_several_ranks_cannot_be_unsharded() -> None:
     sharded = models.shard_as(models.TwoCollections(), "table_wise")
     sharded.get_submodule(next(n for n, _ in sharded.named_modules() if n.endswith("second")))._env = SeveralRanks
