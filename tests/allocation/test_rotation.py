@@ -25,18 +25,8 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec import blocks_from_counts, prepare_, shard_model
-from dnis_torchrec.allocation.axes import (
-    DirectedFactorizationMachine,
-    LinearReader,
-    RotationGroup,
-    WeightedProduct,
-    has_axes,
-    product_factors,
-    rotate_,
-    rotation_groups,
-    turns_of_tables,
-    with_axes_,
-)
+from dnis_torchrec.allocation import axes
+from dnis_torchrec.allocation.axes import rotation_groups
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.selection.shards import collections, table_configs
 from examples.models import (
@@ -141,9 +131,11 @@ def test_predictions_stay_and_columns_come_in_order(name: str, sharding_type: st
     plain, predicted = tables_of(sharded), sharded(torch.zeros(BATCH_SIZE, 0), kjt).detach()
     before = {table: (weight.double() * drawn_in(sharded)[table]).float() for table, weight in plain.items()}
     groups = [group.tables for group in rotation_groups(sharded)]
-    factors = product_factors(rotation_groups(sharded), {table: weight.shape[1] for table, weight in plain.items()})
-    rotations = rotate_(sharded, counts, optimizer_of(sharded, sgd))
-    after, turns = tables_of(sharded), turns_of_tables(rotation_groups(sharded), rotations, factors)
+    factors = axes.product_factors(
+        rotation_groups(sharded), {table: weight.shape[1] for table, weight in plain.items()}
+    )
+    rotations = axes.rotate_(sharded, counts, optimizer_of(sharded, sgd))
+    after, turns = tables_of(sharded), axes.turns_of_tables(rotation_groups(sharded), rotations, factors)
     for table, turn in turns.items():
         torch.testing.assert_close(after[table], (plain[table].double() @ turn).float())
     assert sorted(table for tables in groups for table in tables) == sorted(TURNED[name])
@@ -171,7 +163,7 @@ def test_training_does_not_notice(name: str, is_fused: bool) -> None:
     optimizers = [optimizer_of(model, sgd) for model in models]
     for model, optimizer in zip(models, optimizers, strict=True):
         train(model, optimizer, kjt, 2)
-    rotations = rotate_(models[0], counts, optimizers[0])
+    rotations = axes.rotate_(models[0], counts, optimizers[0])
     for model, optimizer in zip(models, optimizers, strict=True):
         train(model, optimizer, kjt, 3)
     near = {"atol": 1e-4, "rtol": 1e-4}
@@ -203,7 +195,7 @@ def test_states_turn_along(fused: bool) -> None:
         return tensors
 
     before = states()
-    (rotation,) = rotate_(sharded, counts, optimizer)
+    (rotation,) = axes.rotate_(sharded, counts, optimizer)
     assert len(before) == (2 if fused else 4)
     for name, state in states().items():
         by = rotation if name.endswith("exp_avg") else rotation.square()
@@ -225,16 +217,16 @@ def test_what_cannot_be_turned_is_refused_untouched(kind: str, optimizer: Callab
     train(sharded, stepper, kjt, 1)
     before = tables_of(sharded)
     with pytest.raises(NotImplementedError, match=says):
-        rotate_(sharded, counts, stepper)
+        axes.rotate_(sharded, counts, stepper)
     assert all(torch.equal(table, before[name]) for name, table in tables_of(sharded).items())
 
 
-def reader(**fields: int) -> dict[str, tuple[LinearReader, ...]]:
-    return {"user": (LinearReader(weight=nn.Linear(9, 2).weight, **fields),)}
+def reader(**fields: int) -> dict[str, tuple[axes.LinearReader, ...]]:
+    return {"user": (axes.LinearReader(weight=nn.Linear(9, 2).weight, **fields),)}
 
 
-def product(num_inputs: int, num_outputs: int, **fields: int) -> WeightedProduct:
-    return WeightedProduct(weight=nn.Linear(num_inputs, num_outputs).weight, **fields)
+def product(num_inputs: int, num_outputs: int, **fields: int) -> axes.WeightedProduct:
+    return axes.WeightedProduct(weight=nn.Linear(num_inputs, num_outputs).weight, **fields)
 
 
 class Odd(nn.Module):
@@ -247,9 +239,9 @@ class Odd(nn.Module):
             *build_tables({"wide": 3}, 4).embedding_bag_configs(),
         ]
         self.collection = EmbeddingBagCollection(tables=copy.deepcopy(configs))
-        self.group = RotationGroup(tables=tuple(tables), **parts)
+        self.group = axes.RotationGroup(tables=tuple(tables), **parts)
 
-    def rotation_groups(self) -> list[RotationGroup]:
+    def rotation_groups(self) -> list[axes.RotationGroup]:
         return [self.group]
 
 
@@ -290,7 +282,7 @@ def test_a_frozen_table_is_not_turned_nor_what_would_turn_with_it(name: str, sea
         dict(in_backward_optimizer_filter(sharded.named_parameters())), lambda p: torch.optim.Adam(p)
     )
     assert [group.tables for group in rotation_groups(sharded)] == groups
-    rotate_(sharded, counts, optimizer)
+    axes.rotate_(sharded, counts, optimizer)
     assert torch.equal(torch.cat([part.weight for part in shards_of(sharded) if part.table == "movie"]), before)
     found = sharded(dense_features=torch.zeros(BATCH_SIZE, 1), sparse_features=features)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
@@ -395,10 +387,10 @@ def assert_turned(
 def test_plain_models_turn_and_no_logit_moves(name: str, is_weighted: bool) -> None:
     model = build_type(name, is_weighted=is_weighted)
     before, logits = tables_of(model), logits_of(model, is_weighted=is_weighted)
-    with_axes_(model)
+    axes.with_axes_(model)
     assert_stays(logits_of(model, is_weighted=is_weighted), logits)
     assert [group.tables for group in rotation_groups(model)] == GROUPS[name]
-    assert len(rotate_(model, counts_of(model))) == len(GROUPS[name])
+    assert len(axes.rotate_(model, counts_of(model))) == len(GROUPS[name])
     assert_stays(logits_of(model, is_weighted=is_weighted), logits)
     assert_turned(before, tables_of(model), GROUPS[name], counts_of(model))
 
@@ -409,13 +401,13 @@ def test_plain_models_turn_and_no_logit_moves(name: str, is_weighted: bool) -> N
 @pytest.mark.parametrize("name", TYPES)
 def test_sharded_models_turn_like_plain_ones(name: str, sharding_type: str, added: str) -> None:
     """Axes may be added before or after; after training even parts of rows are turned."""
-    plain = with_axes_(build_type(name))
-    rotate_(plain, counts_of(plain))
+    plain = axes.with_axes_(build_type(name))
+    axes.rotate_(plain, counts_of(plain))
     model = build_type(name)
     counts, logits = counts_of(model), logits_of(model)
-    sharded = shard_as(with_axes_(model) if added == "before" else model, sharding_type)
-    with_axes_(sharded)
-    rotate_(sharded, counts)
+    sharded = shard_as(axes.with_axes_(model) if added == "before" else model, sharding_type)
+    axes.with_axes_(sharded)
+    axes.rotate_(sharded, counts)
     assert_stays(logits_of(sharded), logits)
     tables = tables_of(plain)
     for shard in shards_of(sharded):
@@ -427,12 +419,12 @@ def test_sharded_models_turn_like_plain_ones(name: str, sharding_type: str, adde
 def test_names_of_weights_stay_and_axes_are_no_parameters(name: str) -> None:
     model = build_type(name)
     state, parameters = set(model.state_dict()), list(model.parameters())
-    assert not has_axes(state)
-    added = set(with_axes_(model).state_dict()) - state
+    assert not axes.has_axes(state)
+    added = set(axes.with_axes_(model).state_dict()) - state
     assert state < set(model.state_dict()) or name == "projection"
-    assert has_axes(added) == (name != "projection")
+    assert axes.has_axes(added) == (name != "projection")
     assert all(now is then for now, then in zip(model.parameters(), parameters, strict=True))
-    again = set(with_axes_(model).state_dict())
+    again = set(axes.with_axes_(model).state_dict())
     assert again == state | added
     assert len(added) == (name != "projection")
 
@@ -440,15 +432,15 @@ def test_names_of_weights_stay_and_axes_are_no_parameters(name: str) -> None:
 @pytest.mark.parametrize("name", TYPES)
 def test_a_model_may_turn_twice_and_a_fresh_one_takes_its_state(name: str) -> None:
     """Axes that are added again stay as they were turned."""
-    model = with_axes_(build_type(name))
+    model = axes.with_axes_(build_type(name))
     logits = logits_of(model)
     for factor in (1, 2):
         other = counts_of(model)
         other.counts["user"][:4] *= factor
-        rotate_(model, other)
-    assert_stays(logits_of(with_axes_(model)), logits)
+        axes.rotate_(model, other)
+    assert_stays(logits_of(axes.with_axes_(model)), logits)
     torch.manual_seed(99)
-    fresh = with_axes_(TYPES[name](collection()))
+    fresh = axes.with_axes_(TYPES[name](collection()))
     fresh.load_state_dict(model.state_dict())
     assert_stays(logits_of(fresh), logits)
 
@@ -459,7 +451,7 @@ def test_models_inside_others_and_subclasses_without_a_forward_are_known() -> No
 
     model = DLRMTrain(Named(collection(), 3, [4, DIM], [6, 1]))
     logits = logits_of(model)
-    assert len(rotate_(with_axes_(model), counts_of(model))) == 1
+    assert len(axes.rotate_(axes.with_axes_(model), counts_of(model))) == 1
     assert_stays(logits_of(model), logits)
 
 
@@ -519,7 +511,7 @@ def test_what_is_not_known_is_left_alone_and_named_once(name: str, caplog: pytes
     model = UNKNOWN[name]()
     before = copy.deepcopy(model.state_dict())
     with caplog.at_level(logging.WARNING):
-        assert rotate_(with_axes_(model), counts_of(model)) == []
+        assert axes.rotate_(axes.with_axes_(model), counts_of(model)) == []
     (record,) = caplog.records
     assert "rotation: expected tables of which it is known what turns along" in record.message
     assert str(list(ROWS_OF_TORCHREC)) in record.message
@@ -532,7 +524,7 @@ def test_the_sum_of_columns_is_no_dot_product_but_keeps_its_direction() -> None:
     torch.manual_seed(1)
     inputs = [torch.randn(5, 4) for _ in range(3)]
     rotation = torch.linalg.qr(torch.randn(4, 4)).Q
-    turned, machine = [value @ rotation for value in inputs], DirectedFactorizationMachine(12, inputs[0])
+    turned, machine = [value @ rotation for value in inputs], axes.DirectedFactorizationMachine(12, inputs[0])
     expected = SumOfPairs()(inputs)
     assert_stays(machine(inputs), expected)
     assert not torch.allclose(SumOfPairs()(turned), expected, atol=0.1)

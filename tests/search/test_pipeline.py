@@ -40,20 +40,7 @@ from dnis_torchrec.selection.wrapper import plain_state_dict, soft_selection_mod
 from dnis_torchrec.training.evaluate import evaluate
 from dnis_torchrec.training.pipeline import NonFiniteError
 from dnis_torchrec.training.shard import shard
-from tests.models import (
-    FEATURES,
-    NAMES,
-    ClickAndRating,
-    blocks_of,
-    caches_of,
-    counting_locks,
-    interest,
-    make_batch,
-    operators,
-    plan_caches_,
-    tables_of,
-    two_outputs,
-)
+from tests import models
 from tests.reference import ReferenceTable, embedding_l2_reference, normalised_reference
 from tests.tiny import Repeatable, make_recipe, read_late
 
@@ -151,7 +138,7 @@ OPTIMIZERS = ("adam", "rowwise_adagrad")
 
 def sharded(recipe: Recipe) -> tuple[DistributedModelParallel, Any]:
     """The prepared model of a recipe in training, and its optimizer."""
-    blocks = blocks_of(recipe.model, recipe.data.train, num_blocks=3)
+    blocks = models.blocks_of(recipe.model, recipe.data.train, num_blocks=3)
     model, optimizer = shard(TrainTask(prepare_(recipe.model, blocks), recipe.loss), recipe, CPU)
     return model.train(), optimizer
 
@@ -250,7 +237,7 @@ def test_equals_a_hand_written_loop_without_sharding(gloo) -> None:
     losses = [float(pipeline.progress(stream)[0]) for _ in range(steps)]
 
     plain = make_recipe()
-    blocks = blocks_of(plain.model, plain.data.train, num_blocks=3)
+    blocks = models.blocks_of(plain.model, plain.data.train, num_blocks=3)
     task = TrainTask(prepare_(plain.model, blocks), plain.loss)
     optimizer = torch.optim.Adam(task.parameters(), lr=1e-2)
     wrapper = task.model.sparse_arch.embedding_bag_collection
@@ -481,18 +468,18 @@ STEPS = 12
 @pytest.fixture(scope="module", autouse=True)
 def locks() -> Iterator[None]:
     """For all tests."""
-    with counting_locks():
+    with models.counting_locks():
         yield
 
 
 def prepared(*, cached: bool):
     """Recipe, sharded model, optimizer and caches."""
     recipe = make_recipe(optimizer="rowwise_adagrad")
-    with operators(compiled=False):  # as on a GPU, where tables can be cached
+    with models.operators(compiled=False):  # as on a GPU, where tables can be cached
         model, optimizer = sharded(recipe)
     if cached:
-        plan_caches_(model)
-    return recipe, model, optimizer, caches_of(model)
+        models.plan_caches_(model)
+    return recipe, model, optimizer, models.caches_of(model)
 
 
 def run(pipeline: BilevelTrainPipeline, recipe: Recipe) -> list[torch.Tensor]:
@@ -513,7 +500,7 @@ def test_the_numbers_are_those_without_prefetching(gloo) -> None:
         pipeline = BilevelTrainPipeline(model, optimizer, CPU)
         pipeline.alpha_optimizer.learning_rate = 0.05
         losses = run(pipeline, recipe)
-        found.append({"losses": torch.stack(losses), "alpha": pipeline.alpha.of(8).clone(), **tables_of(model)})
+        found.append({"losses": torch.stack(losses), "alpha": pipeline.alpha.of(8).clone(), **models.tables_of(model)})
     assert found[0].keys() == found[1].keys()
     for name, value in found[0].items():
         torch.testing.assert_close(found[1][name], value, atol=1e-6, rtol=1e-6)
@@ -588,13 +575,13 @@ def test_a_search_prefetches_where_the_tables_are_set_up_for_it(gloo, monkeypatc
 
     def shard_with_caches(*args, **settings):
         model, optimizer = shard(*args, **settings)
-        plan_caches_(model)
-        made.extend(caches_of(model))
+        models.plan_caches_(model)
+        made.extend(models.caches_of(model))
         return model, optimizer
 
     monkeypatch.setattr(search_module, "shard", shard_with_caches)
     recipe = make_recipe(optimizer="rowwise_adagrad")
-    with operators(compiled=False):  # as on a GPU, where tables can be cached
+    with models.operators(compiled=False):  # as on a GPU, where tables can be cached
         outcome = search(recipe, 10, tmp_path, CPU, settings=SearchSettings(num_blocks=3, epochs=1))
     assert outcome.history
     assert made
@@ -605,10 +592,10 @@ def test_a_search_prefetches_where_the_tables_are_set_up_for_it(gloo, monkeypatc
 
 def recipe(optimizer: str = "adam") -> Recipe:
     def split(first: int, number: int) -> Repeatable:
-        return Repeatable([make_batch(seed) for seed in range(first, first + number)])
+        return Repeatable([models.make_batch(seed) for seed in range(first, first + number)])
 
     return Recipe(
-        model=interest(),
+        model=models.interest(),
         data=DataSplits(train=split(0, 12), validation=split(20, 4), selection=split(30, 4), test=split(40, 4)),
         loss=nn.BCEWithLogitsLoss(),
         table_optimizer=optimizer,
@@ -619,14 +606,14 @@ def recipe(optimizer: str = "adam") -> Recipe:
 
 
 def test_two_tasks_and_a_table_left_alone(tmp_path: Path, gloo: object) -> None:
-    both = {"model": two_outputs(), "loss": ClickAndRating(), "stop_on": "click_auc"}
+    both = {"model": models.two_outputs(), "loss": models.ClickAndRating(), "stop_on": "click_auc"}
     own = replace(recipe(), **both, leave_alone=("shop",))
     settings = SearchSettings(num_blocks=2, epochs=1, patience=1)
     outcome = search(own, 1.6, tmp_path / "run", CPU, settings=settings)
     assert outcome.scheme.compression() >= 1.6
     assert set(outcome.scheme.tables["shop"].bits.flatten().tolist()) == {32}
     path = export(outcome.model, outcome.scheme, tmp_path / "artifact")
-    served = load_model(two_outputs(), path)
+    served = load_model(models.two_outputs(), path)
     found, wanted = (evaluate(TrainTask(m, own.task), own.data.test, own.task, CPU) for m in (served, outcome.model))
     assert {"loss", "click_auc", "rating_mse"} <= found.keys()
     assert found == pytest.approx(wanted, abs=1e-5)
@@ -635,13 +622,13 @@ def test_two_tasks_and_a_table_left_alone(tmp_path: Path, gloo: object) -> None:
 
 
 def test_the_penalty_counts_every_id_of_a_sample() -> None:
-    model, batch = interest(), make_batch(3)
+    model, batch = models.interest(), models.make_batch(3)
     kjt = batch.sparse_features
     with collect_outputs(model) as outputs:
         model(batch.dense_features, kjt)
     reads = []
-    for table, features in {**FEATURES, "user": ["user"]}.items():
-        weight = dict(model.named_parameters())[NAMES[table]].detach().double()
+    for table, features in {**models.FEATURES, "user": ["user"]}.items():
+        weight = dict(model.named_parameters())[models.NAMES[table]].detach().double()
         naive = ReferenceTable(weight, torch.ones(1, weight.shape[1]).double(), torch.zeros(len(weight)).long(), False)
         for feature in features:
             ids, lengths = kjt[feature].values().tolist(), kjt[feature].lengths().tolist()
@@ -658,8 +645,8 @@ def test_the_penalty_counts_every_id_of_a_sample() -> None:
 
 
 def prepared_task(own: Recipe, model: nn.Module | None = None) -> TrainTask:
-    model = interest() if model is None else model
-    return TrainTask(prepare_(model, blocks_of(model, own.data.train)), own.loss)
+    model = models.interest() if model is None else model
+    return TrainTask(prepare_(model, models.blocks_of(model, own.data.train)), own.loss)
 
 
 def states(model: nn.Module) -> dict[str, Tensor]:
@@ -683,7 +670,7 @@ def test_frozen_sequences_stay_or_are_refused(gloo: object) -> None:
     assert after["table shop"].equal(before["table shop"])
     assert not after["table item"].equal(before["table item"])
 
-    task = prepared_task(own, interest())
+    task = prepared_task(own, models.interest())
     task.model.sequences.embedding_collection.embeddings["shop"].weight.requires_grad_(False)
     trained = DistributedModelParallel(task, device=CPU, sharders=default_sharders({"learning_rate": 0.1}))
     with pytest.raises(NotImplementedError, match=r"FQN 'model\.sequences'.*got tables \['shop'\]"):

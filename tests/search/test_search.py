@@ -242,9 +242,7 @@ def test_bags_that_the_plain_model_could_not_pool_are_refused_before_training(gl
     weights = torch.ones(features.values().numel())
     with pytest.raises(NotImplementedError, match="only supported for mode='sum'"):
         recipe.model(KeyedJaggedTensor(features.keys(), features.values(), weights, features.lengths()))
-    with pytest.raises(
-        ValueError, match=r"table 'genre': expected SUM pooling of bags with weights, got MEAN; use SUM"
-    ):
+    with pytest.raises(ValueError, match=r"table 'genre': expected SUM pooling"):
         found_by(recipe, tmp_path)
     monkeypatch.setattr(sharding_of_training, "world_size_of", lambda: 2)
     sharding_of_training.check_pooling(recipe.model)  # stays sharded, and FBGEMM's kernels can
@@ -316,8 +314,6 @@ def test_ramp_and_release_are_as_long_as_after_so_much_plain_training(gloo, tmp_
 
 
 ROOT = Path(__file__).parents[2]
-
-
 WITHOUT_A_GROUP = """
 import sys
 import dnis_torchrec as dnis
