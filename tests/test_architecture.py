@@ -1,4 +1,4 @@
-"""The layout stays as it was meant: who imports whom, sizes, docstrings, nothing unpickled, nothing left half done.
+"""The layout stays as it was meant: who imports whom, sizes, nothing unpickled; ruff looks after the rest.
 
 Each rule is a function from source text to offences, tried on a source that breaks it and then on the whole project.
 """
@@ -9,7 +9,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -32,13 +32,9 @@ LAYERS = (
 )
 """Rooms of the package, and loose modules, from the ground up: each imports only from the sets before its own."""
 LAYER_OF = {unit: layer for layer, units in enumerate(LAYERS) for unit in units}
-
-
 SERVING_NEEDS = {"blocks", "checks", "ops", "scheme", "serving"}
 """All of the package that a serving module may load: nothing that trains."""
 
-FACES = {f"{PACKAGE}/__init__.py", f"{PACKAGE}/cli/main.py"}
-"""Modules that give things of others the names that users type."""
 OUTSIDE = {"benchmarks", "examples", "tests", "torchx_components"}
 UNPICKLERS = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 750, 60
@@ -109,19 +105,6 @@ def too_long(path: str, source: str) -> list[str]:
     return offences
 
 
-def undocumented(path: str, source: str) -> list[str]:
-    """Public modules, classes, functions and methods without a docstring."""
-    tree = nodes_of(source)[0]
-    offences = [f"{path}: no module docstring"] if tree.body and not ast.get_docstring(tree) else []
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-    for scope in (tree, *(node for node in classes if not node.name.startswith("_"))):
-        for node in scope.body:
-            public = isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_")
-            if public and not ast.get_docstring(node):
-                offences.append(f"{path}:{node.lineno} {node.name}: no docstring")
-    return offences
-
-
 def unpickled(path: str, source: str) -> list[str]:
     """Ways to run somebody's file as code: pickle and its like, and loaders that fall back on it."""
     offences = [f"{path}:{line} imports {name}" for line, name in imported(source) if name.split(".")[0] in UNPICKLERS]
@@ -145,52 +128,6 @@ def may_unpickle(call: ast.Call) -> bool:
     return "load" in name or "pickle" in name or any(given.arg == "allow_pickle" for given in call.keywords)
 
 
-def expects_twice(path: str, source: str) -> list[str]:
-    """Requirements of errors that begin with "expected": `checks.describe` puts that before them."""
-    offences = []
-    for node in nodes_of(source):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"check", "describe"}:
-            texts = [part.value for given in node.args for part in ast.walk(given) if isinstance(part, ast.Constant)]
-            if any(isinstance(text, str) and text.startswith("expected ") for text in texts):
-                offences.append(f"{path}:{node.lineno} says expected twice")
-    return offences
-
-
-def unfinished(path: str, source: str) -> list[str]:
-    """Notes to oneself."""
-    note = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X|HA" + r"CK)\b")
-    return [
-        f"{path}:{number} {line.strip()}" for number, line in enumerate(source.splitlines(), 1) if note.search(line)
-    ]
-
-
-def public_names(source: str) -> set[str]:
-    """Names that a module defines at its top; loggers, and functions that are named as their `dnis` commands, not."""
-    names: set[str] = set()
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            if not any(ast.unparse(decorator) == "command" for decorator in node.decorator_list):
-                names.add(node.name)
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names |= {part.id for target in targets for part in parts_of(target) if isinstance(part, ast.Name)}
-    return {name for name in names if not name.startswith("_")} - {"logger"}
-
-
-def parts_of(target: ast.expr) -> list[ast.expr]:
-    """What an assignment gives values to: the parts of a tuple, or the target itself."""
-    return target.elts if isinstance(target, ast.Tuple) else [target]
-
-
-def defined_twice(files: Mapping[str, str]) -> list[str]:
-    """Public names that more than one module defines: a reader who searches one has to find one thing."""
-    found: dict[str, list[str]] = {}
-    for path, source in files.items():
-        for name in sorted(public_names(source)):
-            found.setdefault(name, []).append(path)
-    return [f"{name}: {', '.join(paths)}" for name, paths in found.items() if len(paths) > 1]
-
-
 def sources(*tops: str) -> dict[str, str]:
     """Path (with forward slashes, from the root) -> text of the Python files below the given folders."""
     return {
@@ -204,10 +141,7 @@ WHERE: list[tuple[Rule, tuple[str, ...]]] = [
     (imports_against_the_flow, (PACKAGE,)),
     (imports_of_training_in_serving, (PACKAGE,)),
     (too_long, (PACKAGE,)),
-    (undocumented, (PACKAGE, "benchmarks", "examples", "torchx_components")),
-    (expects_twice, (PACKAGE, "benchmarks", "examples", "tests")),
     (unpickled, (PACKAGE, "benchmarks", "examples", "tests", "torchx_components")),
-    (unfinished, (PACKAGE, "benchmarks", "examples", "tests", "torchx_components")),
 ]
 
 
@@ -226,11 +160,6 @@ def offences() -> dict[Rule, list[str]]:
 @pytest.mark.parametrize("rule", [rule for rule, _ in WHERE])
 def test_the_project_keeps_the_rule(offences: dict[Rule, list[str]], rule: Rule) -> None:
     assert offences[rule] == []
-
-
-def test_no_two_modules_define_the_same_public_name() -> None:
-    files = {path: text for path, text in sources(PACKAGE).items() if path not in FACES}
-    assert defined_twice(files) == []
 
 
 def test_setup_names_no_registry_and_no_machine() -> None:

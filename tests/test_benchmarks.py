@@ -97,14 +97,10 @@ def test_a_table_on_disk_becomes_an_artifact_within_the_limit(tmp_path: Path) ->
 
 
 RECIPE = "tests.tiny:demo"
-
-
 START = Point(embedding_l2=0.0, table_learning_rate=0.003, dense_learning_rate=0.001)
 
 
-def test_every_run_is_a_line_that_is_not_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_run_is_a_line_that_is_not_repeated(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(plain_grid, "LADDER", (0.0, 0.01))
     arguments = [RECIPE, "--out", str(tmp_path), "--dims", "4", "--epochs", "2"]
     plain_grid.main(arguments)
@@ -124,14 +120,8 @@ def test_every_run_is_a_line_that_is_not_repeated(
 
 
 CPU = torch.device("cpu")
-
-
 PYTHON = [sys.executable, "-X", "faulthandler", "-S", "-c"]
-
-
 CRASH = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
-
-
 HANG = "import faulthandler, signal, time; faulthandler.register(signal.SIGUSR1); time.sleep(60)"
 
 

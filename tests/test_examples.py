@@ -7,6 +7,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,19 +25,16 @@ from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.models.dlrm import DLRMTrain
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingBagCollectionInterface
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 import dnis_torchrec as dnis
 from benchmarks import data_loading
 from benchmarks.rivals.streams import train_on_validation
-from dnis_torchrec.artifact.export import load_model
 from dnis_torchrec.artifact.package import Signature, export_graph
 from dnis_torchrec.data.batches import Bags, BatchParts, InMemoryBatches, RankingBatch, split_rows
 from dnis_torchrec.data.parquet import FileBatches
-from dnis_torchrec.data.recipe import DataSplits, Recipe
-from dnis_torchrec.data.task import RANKING_KS, TrainTask
+from dnis_torchrec.data.task import RANKING_KS
 from dnis_torchrec.search.prune import uncompressed_scheme
 from dnis_torchrec.search.search import search
 from dnis_torchrec.search.settings import SearchSettings
@@ -48,6 +46,7 @@ from examples import (
     criteo,
     criteo_stream,
     lastfm_tags,
+    models,
     movielens,
     ncf,
     streams,
@@ -65,25 +64,7 @@ from examples.datasets.ncf import load_leave_one_out
 from examples.datasets.scalars import bucketised, weighted
 from examples.datasets.tab_separated import load_tab_separated
 from examples.datasets.text_files import read_table
-from examples.models import (
-    SCALARS,
-    DeepFM,
-    FactorizationMachine,
-    MatrixFactorization,
-    MultiGateMixtureOfExperts,
-    MultiLayerPerceptron,
-    NeuMF,
-    WideDeep,
-    build_neumf_tables,
-    build_tables,
-    ncf_tower,
-)
-from examples.models.sequential import (
-    DeepInterestNetwork,
-    SelfAttentionBlock,
-    SelfAttentiveRecommender,
-    build_sequence_table,
-)
+from examples.models import sequential
 from examples.movielens_tasks import RATING_SHARE, ClickAndRating, mmoe
 from examples.own_data import draw_frame, recipe
 from tests.conftest import DATA
@@ -186,11 +167,6 @@ class TestSplits:
         assert torch.cat(parts).sort().values.tolist() == list(range(1000))
         assert all(torch.equal(a, b) for a, b in zip(parts, split_rows(1000, seed=1), strict=True))
         assert not torch.equal(parts[3], split_rows(1000, seed=2)[3])
-
-    def test_groups_stay_together(self):
-        parts = split_rows(300, seed=1, group_size=3)
-        for part, groups in zip(parts, split_rows(100, seed=1), strict=True):
-            assert part.view(-1, 3).tolist() == [[3 * group, 3 * group + 1, 3 * group + 2] for group in groups.tolist()]
 
     def test_rows_sorted_by_training_frequency_only(self):
         samples = Samples(
@@ -385,7 +361,7 @@ def test_distinct_values_become_rows_whatever_they_are(tmp_path: Path):
 
 OF_MOVIELENS = ("mf", "mlp", "neumf", "ctr_fm", "ctr_wide_deep", "ctr_deepfm", "ctr_dlrm", "ctr_dlrm_dcn")
 OF_CRITEO = ("fm", "fm_weighted", "wide_deep", "deepfm", "simple_deepfm", "dlrm")
-RECIPES: dict[str, Callable[..., Recipe]] = {
+RECIPES: dict[str, Callable[..., dnis.Recipe]] = {
     **{f"movielens:{name}": getattr(movielens, name) for name in OF_MOVIELENS},
     **{f"criteo:{name}": getattr(criteo, name) for name in OF_CRITEO},
     **{f"anime:{name}": getattr(anime_recipes, name) for name in ("mf", "fm")},
@@ -405,7 +381,7 @@ def data(ml_1m: Path) -> Path:
 
 
 @pytest.fixture(params=RECIPES)
-def build(request: pytest.FixtureRequest, data: Path) -> Callable[..., Recipe]:
+def build(request: pytest.FixtureRequest, data: Path) -> Callable[..., dnis.Recipe]:
     name = request.param
     folder = None if name == "synthetic:demo" else data
     return lambda **arguments: RECIPES[name](folder, **arguments)
@@ -426,7 +402,7 @@ def tables_of(model: nn.Module) -> EmbeddingBagCollection:
     return tables
 
 
-def splits_of(recipe: Recipe) -> list[InMemoryBatches]:
+def splits_of(recipe: dnis.Recipe) -> list[InMemoryBatches]:
     return [recipe.data.train, recipe.data.validation, recipe.data.selection, recipe.data.test]
 
 
@@ -435,8 +411,8 @@ def test_every_recipe_learns_at_any_embedding_dim_and_runs_in_torchrecs_pipeline
     for embedding_dim in (None, 1, 4):
         recipe, dim = build(embedding_dim=embedding_dim), embedding_dim or default
         dims = {config.embedding_dim for config in tables_of(recipe.model).embedding_bag_configs()}
-        assert dims == ({dim, 4 * dim} if isinstance(recipe.model, NeuMF) else {dim})
-        task, batch = TrainTask(recipe.model, recipe.loss), next(iter(recipe.data.train))
+        assert dims == ({dim, 4 * dim} if isinstance(recipe.model, models.NeuMF) else {dim})
+        task, batch = dnis.TrainTask(recipe.model, recipe.loss), next(iter(recipe.data.train))
         optimizer, losses = torch.optim.Adam(recipe.model.parameters(), lr=0.01), []
         for _ in range(20 if embedding_dim == 4 else 1):
             optimizer.zero_grad()
@@ -562,7 +538,7 @@ def test_scalars_of_held_out_lines_move_no_bucket_of_the_training_lines(tmp_path
 )
 def test_the_publishers_files(real_data, name):
     recipe = (RECIPES | {"ncf:neumf_topk": ncf.neumf_topk})[name](real_data / FOLDERS[name.split(":")[0]])
-    loss, (_, predictions) = TrainTask(recipe.model, recipe.loss)(next(iter(recipe.data.train)))
+    loss, (_, predictions) = dnis.TrainTask(recipe.model, recipe.loss)(next(iter(recipe.data.train)))
     assert torch.isfinite(predictions).all()
     assert float(loss.detach()) < (0.8 if isinstance(recipe.loss, nn.BCEWithLogitsLoss) else 3)
 
@@ -577,57 +553,44 @@ Sample = dict[str, list[tuple[int, float]]]
 """Feature -> (id, value) of one sample's bag."""
 
 
-def batches(*, multi_hot: bool, scalars: bool, seed: int = 0, num_samples: int = NUM_SAMPLES) -> InMemoryBatches:
+def one_batch(*, multi_hot: bool, scalars: bool = False) -> Batch:
     """Samples of two single-id features, a multi-hot one with empty bags, and two scalars, one of them often 0."""
-    generator = torch.Generator().manual_seed(seed)
-    skewed = torch.rand(num_samples, 2, generator=generator)
+    generator = torch.Generator().manual_seed(0)
+    skewed = torch.rand(NUM_SAMPLES, 2, generator=generator)
     ids = torch.stack([(rows ** skewed[:, i]).long() - 1 for i, rows in enumerate(PAIR.values())], dim=1).clamp(min=0)
-    lengths = torch.randint(0, 4, (num_samples,), generator=generator)
+    lengths = torch.randint(0, 4, (NUM_SAMPLES,), generator=generator)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     bags = Bags(torch.randint(0, ROWS["genre"], (int(offsets[-1]),), generator=generator), offsets)
-    dense = torch.randn(num_samples, len(SCALAR_NAMES), generator=generator)
+    dense = torch.randn(NUM_SAMPLES, len(SCALAR_NAMES), generator=generator)
     dense[::3, 1] = 0.0
-    signal = (ids[:, 0] % 3 - 1.0) + (ids[:, 1] % 2) + dense[:, 0]
-    labels = (signal.sigmoid() > torch.rand(num_samples, generator=generator)).float()
-    return InMemoryBatches(
-        dense,
-        ids,
-        labels,
-        feature_names=tuple(PAIR),
-        multi_hot={"genre": bags} if multi_hot else {},
-        scalar_names=SCALAR_NAMES if scalars else (),
-        batch_size=num_samples if num_samples == NUM_SAMPLES else 64,
-        shuffle=False,
-        seed=seed,
+    names = {"feature_names": tuple(PAIR), "scalar_names": SCALAR_NAMES if scalars else ()}
+    multi_hot_bags = {"genre": bags} if multi_hot else {}
+    options = {"batch_size": NUM_SAMPLES, "shuffle": False, "seed": 0}
+    return next(
+        iter(InMemoryBatches(dense, ids, torch.zeros(NUM_SAMPLES), multi_hot=multi_hot_bags, **names, **options))
     )
 
 
-def mf(dim: int = DIM) -> nn.Module:
-    return MatrixFactorization(build_tables(PAIR, dim, init_std=0.3), global_mean=0.5)
+OF_PAIRS: dict[str, Callable[[], nn.Module]] = {
+    "mf": lambda: models.MatrixFactorization(models.build_tables(PAIR, DIM, init_std=0.3), global_mean=0.5),
+    "mlp": lambda: models.MultiLayerPerceptron(
+        models.build_tables(PAIR, DIM, init_std=0.3), tower=(6, 3), initial_bias=0.5
+    ),
+    "neumf": lambda: models.NeuMF(
+        models.build_neumf_tables(PAIR, DIM, init_std=0.3), tower=models.ncf_tower(DIM), initial_bias=0.5
+    ),
+}
+OF_FIELDS: dict[str, Callable[..., nn.Module]] = {
+    "fm": models.FactorizationMachine,
+    "wide_deep": partial(models.WideDeep, tower=(6, 3)),
+    "deepfm": partial(models.DeepFM, tower=(6, 3)),
+}
 
 
-def mlp(dim: int = DIM) -> nn.Module:
-    return MultiLayerPerceptron(build_tables(PAIR, dim, init_std=0.3), tower=(6, 3), initial_bias=0.5)
-
-
-def neumf(dim: int = DIM) -> nn.Module:
-    return NeuMF(build_neumf_tables(PAIR, dim, init_std=0.3), tower=ncf_tower(dim), initial_bias=0.5)
-
-
-def fm(dim: int = DIM, **tables: tuple[str, ...]) -> nn.Module:
-    return FactorizationMachine(build_tables(ROWS, dim, init_std=0.3, **tables), initial_bias=0.5)
-
-
-def wide_deep(dim: int = DIM, **tables: tuple[str, ...]) -> nn.Module:
-    return WideDeep(build_tables(ROWS, dim, init_std=0.3, **tables), tower=(6, 3), initial_bias=0.5)
-
-
-def deepfm(dim: int = DIM, **tables: tuple[str, ...]) -> nn.Module:
-    return DeepFM(build_tables(ROWS, dim, init_std=0.3, **tables), tower=(6, 3), initial_bias=0.5)
-
-
-OF_PAIRS = {"mf": mf, "mlp": mlp, "neumf": neumf}
-OF_FIELDS = {"fm": fm, "wide_deep": wide_deep, "deepfm": deepfm}
+def build_model(name: str, **scalars: tuple[str, ...]) -> nn.Module:
+    if name in OF_PAIRS:
+        return OF_PAIRS[name]()
+    return OF_FIELDS[name](models.build_tables(ROWS, DIM, init_std=0.3, **scalars), initial_bias=0.5)
 
 
 def perceptron(tower: nn.Module, inputs: list[float]) -> list[float]:
@@ -661,13 +624,13 @@ def pooled(collection: EmbeddingBagCollection, table: str, bag: list[tuple[int, 
 def naive(model: nn.Module, sample: Sample) -> float:
     """The model's formula for one sample, without a tensor operation."""
     tables = model.embedding_bag_collection
-    if isinstance(model, MatrixFactorization):
+    if isinstance(model, models.MatrixFactorization):
         biases = sum(float(model.biases.biases[name].weight[sample[name][0][0]]) for name in PAIR)
         return 0.5 + biases + dot(*(pooled(tables, name, sample[name]) for name in PAIR))
-    if isinstance(model, MultiLayerPerceptron):
+    if isinstance(model, models.MultiLayerPerceptron):
         both = pooled(tables, "user", sample["user"]) + pooled(tables, "movie", sample["movie"])
         return linear(model.over, perceptron(model.tower, both))
-    if isinstance(model, NeuMF):
+    if isinstance(model, models.NeuMF):
         left, right = (pooled(tables, f"gmf_{name}", sample[name]) for name in PAIR)
         product = [a * b for a, b in zip(left, right, strict=True)]
         both = pooled(tables, "mlp_user", sample["user"]) + pooled(tables, "mlp_movie", sample["movie"])
@@ -687,9 +650,9 @@ def naive_of_fields(model: nn.Module, sample: Sample) -> float:
         for row, value in bag:
             logit += value * float(model.first_order.weights[first_rows[table_of[name]] + row])
     fields = [pooled(tables, table_of[name], sample[name]) for name in table_of]
-    if not isinstance(model, WideDeep):
+    if not isinstance(model, models.WideDeep):
         logit += sum(dot(a, b) for i, a in enumerate(fields) for b in fields[:i])
-    if not isinstance(model, FactorizationMachine):
+    if not isinstance(model, models.FactorizationMachine):
         hidden = perceptron(model.deep[0], [value for field in fields for value in field])
         logit += linear(model.deep[1], hidden)
     return logit
@@ -719,8 +682,8 @@ def randomised(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("name", OF_PAIRS)
 def test_models_of_pairs_equal_their_formula(name: str) -> None:
     torch.manual_seed(0)
-    model = randomised(OF_PAIRS[name]())
-    batch = next(iter(batches(multi_hot=False, scalars=False)))
+    model = randomised(build_model(name))
+    batch = one_batch(multi_hot=False)
     assert_equals_formula(model, batch)
 
 
@@ -728,10 +691,10 @@ def test_models_of_pairs_equal_their_formula(name: str) -> None:
 @pytest.mark.parametrize("scalars", [False, True], ids=["ids", "weighted"])
 def test_models_of_fields_equal_their_formula(name: str, scalars: bool) -> None:
     torch.manual_seed(0)
-    model = randomised(OF_FIELDS[name](scalar_names=SCALAR_NAMES if scalars else ()))
+    model = randomised(build_model(name, scalar_names=SCALAR_NAMES if scalars else ()))
     assert model.embedding_bag_collection.is_weighted() == scalars
-    batch = next(iter(batches(multi_hot=True, scalars=scalars)))
-    assert (SCALARS in model.embedding_bag_collection.embedding_bags) == scalars
+    batch = one_batch(multi_hot=True, scalars=scalars)
+    assert (models.SCALARS in model.embedding_bag_collection.embedding_bags) == scalars
     assert_equals_formula(model, batch)
 
 
@@ -744,61 +707,28 @@ def assert_equals_formula(model: nn.Module, batch: Batch) -> None:
     assert float(found.std()) > 0.1
 
 
-class Reordered(EmbeddingBagCollectionInterface):
-    """Returns the keys of a collection in another order, as a sharded one may."""
-
-    def __init__(self, tables: EmbeddingBagCollection) -> None:
-        super().__init__()
-        self.tables = tables
-
-    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        by_key = self.tables(features).to_dict()
-        keys = list(by_key)[::-1]
-        return KeyedTensor(
-            keys, [by_key[key].shape[1] for key in keys], torch.cat([by_key[key] for key in keys], dim=1)
-        )
-
-    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        return self.tables.embedding_bag_configs()
-
-    def is_weighted(self) -> bool:
-        return self.tables.is_weighted()
-
-
 @pytest.mark.parametrize("name", [*OF_PAIRS, *OF_FIELDS])
 def test_the_order_of_a_collections_keys_does_not_matter(name: str) -> None:
-    model = randomised((OF_PAIRS | OF_FIELDS)[name]())
-    batch = next(iter(batches(multi_hot=name in OF_FIELDS, scalars=False)))
+    """A sharded one may return them in another."""
+
+    def reverse(tables: nn.Module, inputs: object, pooled: KeyedTensor) -> KeyedTensor:
+        by_key = dict(reversed(pooled.to_dict().items()))
+        widths = [part.shape[1] for part in by_key.values()]
+        return KeyedTensor(list(by_key), widths, torch.cat(list(by_key.values()), dim=1))
+
+    model, batch = randomised(build_model(name)), one_batch(multi_hot=name in OF_FIELDS)
     before = model(batch.dense_features, batch.sparse_features)
-    model.embedding_bag_collection = Reordered(model.embedding_bag_collection)
+    model.embedding_bag_collection.register_forward_hook(reverse)
     torch.testing.assert_close(model(batch.dense_features, batch.sparse_features), before)
-
-
-def recipe_of(name: str, *, seed: int = 0, optimizer: str = "adam") -> Recipe:
-    """A tiny recipe of one of the models."""
-    weighted = name.endswith("_weighted")
-    build = (OF_PAIRS | OF_FIELDS)[name.removesuffix("_weighted")]
-    shape = {"multi_hot": name not in OF_PAIRS, "scalars": weighted}
-    torch.manual_seed(seed)
-    splits = [batches(**shape, seed=part, num_samples=size) for part, size in enumerate((320, 128, 64, 64))]
-    return Recipe(
-        model=build(dim=8, scalar_names=SCALAR_NAMES) if weighted else build(dim=8),
-        data=DataSplits(**dict(zip(("train", "validation", "selection", "test"), splits, strict=True))),
-        loss=nn.MSELoss() if name == "mf" else nn.BCEWithLogitsLoss(),
-        table_optimizer=optimizer,
-        table_learning_rate=1e-2,
-        dense_learning_rate=1e-2,
-    )
 
 
 @pytest.mark.skipif(not load_operator(), reason="the lookups are not compiled here")
 @pytest.mark.parametrize("name", [*OF_PAIRS, "deepfm"])
 def test_models_can_be_packaged(tmp_path: Path, name: str) -> None:
     """A server may have no FBGEMM, which KeyedJaggedTensor's `features[name]` would call."""
-    pruned, served = recipe_of(name).model, recipe_of(name, seed=1)
-    scheme = uncompressed_scheme(pruned)
-    model = load_model(served.model, dnis.export(pruned, scheme, tmp_path / "artifact"), form="packed").eval()
-    batch = next(iter(served.data.test))
+    trained, fresh = (build_model(name) for _ in range(2))
+    path = dnis.export(trained, uncompressed_scheme(trained), tmp_path / "artifact")
+    model, batch = dnis.load_model(fresh, path, form="packed").eval(), one_batch(multi_hot=name in OF_FIELDS)
     signature = Signature.of_batch(batch)
     with torch.no_grad():
         graph = export_graph(model, signature).module()
@@ -958,7 +888,7 @@ class TestNeuMFTopK:
             (theirs, ours) = (next(iter(getattr(each.data, split))) for each in (whole, part))
             assert torch.equal(theirs.sparse_features.values(), ours.sparse_features.values())
             assert torch.equal(theirs.labels, ours.labels)
-        task = TrainTask(part.model, part.loss)
+        task = dnis.TrainTask(part.model, part.loss)
         labels = torch.cat([batch.labels for batch in part.data.train])
         assert float(labels.mean()) == pytest.approx(0.2)  # positives among negatives
         test, selection = (evaluate(task, split, part.loss, CPU) for split in (part.data.test, part.data.selection))
@@ -1135,7 +1065,7 @@ def bags_of(candidates: list[list[int]], histories: list[list[int]]) -> KeyedJag
 
 def test_sasrec_has_the_logit_of_each_candidate_as_if_its_prefix_were_alone() -> None:
     torch.manual_seed(0)
-    model = SelfAttentiveRecommender(build_sequence_table(9, 8, init_std=1.0), longest=6).eval()
+    model = sequential.SelfAttentiveRecommender(sequential.build_sequence_table(9, 8, init_std=1.0), longest=6).eval()
     layers = [_as_torch_has_it(block) for block in model.blocks]
     table = model.items.embeddings["item"].weight
 
@@ -1155,7 +1085,7 @@ def test_sasrec_has_the_logit_of_each_candidate_as_if_its_prefix_were_alone() ->
     assert found[2].tolist() == [0.0] * 3, "nothing is known of who has no history"
 
 
-def _as_torch_has_it(block: SelfAttentionBlock) -> nn.TransformerEncoderLayer:
+def _as_torch_has_it(block: sequential.SelfAttentionBlock) -> nn.TransformerEncoderLayer:
     dim = block.attend.in_features
     layer = nn.TransformerEncoderLayer(dim, 1, dim, 0.0, batch_first=True, norm_first=True).eval()
     norm, first, _, _, second = block.feed_forward
@@ -1174,7 +1104,7 @@ def _as_torch_has_it(block: SelfAttentionBlock) -> nn.TransformerEncoderLayer:
 
 def test_din_weighs_every_item_of_the_history_by_the_candidate() -> None:
     torch.manual_seed(0)
-    model = DeepInterestNetwork(build_sequence_table(9, 8, init_std=1.0), longest=6).eval()
+    model = sequential.DeepInterestNetwork(sequential.build_sequence_table(9, 8, init_std=1.0), longest=6).eval()
     table = model.items.embeddings["item"].weight
     candidates = [[4], [2], [5], [1]]
     found = model(None, bags_of(candidates, HISTORIES))
@@ -1203,14 +1133,12 @@ def test_the_loss_of_next_items_is_the_mean_over_candidates_and_the_last_is_judg
 
 
 @pytest.mark.parametrize("name", ["din", "sasrec"])
-def test_a_recipe_is_compressed_and_searched(
-    name: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gloo: object
-) -> None:
+def test_a_recipe_is_compressed_and_searched(name: str, data: Path, tmp_path, monkeypatch, gloo) -> None:
     monkeypatch.setattr(amazon_sequences, "BATCH_SIZE", 64)
     monkeypatch.setattr(amazon_sequences, "NUM_QUERIES", 3)
     monkeypatch.setattr(amazon_sequences, "NUM_RANKED", 12)
     recipe = getattr(amazon_sequences, name)(data, embedding_dim=8)
-    metrics = evaluate(TrainTask(recipe.model, recipe.task), recipe.data.test, recipe.task, CPU)
+    metrics = evaluate(dnis.TrainTask(recipe.model, recipe.task), recipe.data.test, recipe.task, CPU)
     assert ("auc" if name == "din" else "ndcg@10") in metrics
     outcome = search(recipe, 2.0, tmp_path / "run", CPU, settings=SearchSettings(num_blocks=2, epochs=1, patience=1))
     assert outcome.scheme.tables["item"].pooling == "none"
@@ -1253,7 +1181,7 @@ def test_buckets_keep_the_order_of_values_and_count_training_alone(values, num_b
     assert torch.equal(again.ids[:10], found.ids[:10])
 
 
-def tasks_naive(model: MultiGateMixtureOfExperts, x: Tensor, task: str) -> Tensor:
+def tasks_naive(model: models.MultiGateMixtureOfExperts, x: Tensor, task: str) -> Tensor:
     """One sample at a time, one expert at a time, by the equations."""
     first, size = model.experts[0], model.towers[task][0]._mlp[0]._linear.in_features
     predictions = []
@@ -1355,9 +1283,7 @@ def test_files_are_found_packed_by_day_and_by_address(stream_data: Path) -> None
         assert torch.equal(*(part.sort().values for part in rows))
 
 
-def test_tables_are_as_large_as_the_fields_of_the_log_that_is_read(
-    stream_data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tables_are_as_large_as_the_fields_of_the_log_that_is_read(stream_data: Path, monkeypatch) -> None:
     """Kaggle's first field has 1,460 categories, that of the 1 TB logs 45.8 million."""
     monkeypatch.setenv(criteo_stream.HASH_ROWS_VARIABLE, "1000000")
     (stream_data / "days").mkdir()
@@ -1428,11 +1354,6 @@ def in_memory(**changes: Any) -> InMemoryBatches:
     return InMemoryBatches(dense, ids, torch.zeros(6), **given)
 
 
-def damaged(path: Path, change: Callable[[bytes], bytes]) -> Path:
-    path.write_bytes(change(path.read_bytes()))
-    return path
-
-
 def table(folder: Path, *last: str) -> object:
     return read_table(
         write(folder / "table.dat.gz", [*(f"{i}::1::k{i * i}" for i in range(1000 * bool(last))), *last]), TABLE, "::"
@@ -1441,11 +1362,13 @@ def table(folder: Path, *last: str) -> object:
 
 def cut_table(folder: Path, change: Callable[[bytes], bytes]) -> object:
     path = write(folder / "table.dat.gz", [f"{i}::1::k{i * i}" for i in range(1000)])
-    return read_table(damaged(path, change), TABLE, "::")
+    path.write_bytes(change(path.read_bytes()))
+    return read_table(path, TABLE, "::")
 
 
 def one_out(folder: Path, *lines: str, change: Callable[[bytes], bytes] = bytes) -> object:
-    damaged(write_ncf(folder, list(lines)), change)
+    path = write_ncf(folder, list(lines))
+    path.write_bytes(change(path.read_bytes()))
     return load_leave_one_out(folder)
 
 
@@ -1556,12 +1479,12 @@ REFUSED: list[tuple[Callable[[Path], object], str]] = [
     (lambda _: weighted(scalars_samples_of(torch.zeros(20, 2)), ["x"]), "scalars"),
     (lambda _: bucketised(scalars_samples_of(torch.zeros(20, 2)), ["x"], torch.arange(20)), "scalars"),
     (lambda _: weighted(scalars_samples_of(torch.zeros(20, 0)), []), "scalars"),
-    (lambda _: MatrixFactorization(build_tables(ROWS, 4), 0.0), "MatrixFactorization"),
-    (lambda _: MultiLayerPerceptron(build_tables(ROWS, 4), tower=(2,)), "MultiLayerPerceptron"),
-    (lambda _: NeuMF(build_tables(PAIR, 4), tower=(2,)), "NeuMF"),
-    (lambda _: FactorizationMachine(build_neumf_tables(PAIR, 4)), "embedding_dim"),
-    (lambda _: build_tables(PAIR, 0), "embedding_dim"),
-    (lambda _: build_neumf_tables(PAIR, 0), "embedding_dim"),
+    (lambda _: models.MatrixFactorization(models.build_tables(ROWS, 4), 0.0), "MatrixFactorization"),
+    (lambda _: models.MultiLayerPerceptron(models.build_tables(ROWS, 4), tower=(2,)), "MultiLayerPerceptron"),
+    (lambda _: models.NeuMF(models.build_tables(PAIR, 4), tower=(2,)), "NeuMF"),
+    (lambda _: models.FactorizationMachine(models.build_neumf_tables(PAIR, 4)), "embedding_dim"),
+    (lambda _: models.build_tables(PAIR, 0), "embedding_dim"),
+    (lambda _: models.build_neumf_tables(PAIR, 0), "embedding_dim"),
     (lambda f: criteo_stream.open_stream(f), "urls.txt"),
     (lambda f: criteo_stream.open_stream(f / "nowhere"), "nowhere"),
     (lambda f: criteo_stream.find_files(write(f / "urls.txt", ["", "  "]).parent), "urls.txt"),

@@ -101,9 +101,7 @@ def test_equals_finite_differences_of_the_true_objective(steps: list[float]) -> 
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_float32_is_precise_enough_and_no_other_radius_is_much_better(
-    monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
+def test_float32_is_precise_enough_and_no_other_radius_is_much_better(monkeypatch, seed: int) -> None:
     exact, rounded = SmallProblem(seed, torch.float64), SmallProblem(seed, torch.float32)
     (truth,) = torch.autograd.grad(objective(exact.weights, exact.alpha, *exact.losses, [1.0] * 3), [exact.alpha])
     own = difference_radius(torch.float32)

@@ -380,9 +380,7 @@ def test_it_is_wrapped_searched_and_merged(gloo: dist.ProcessGroup, name: str) -
 
 
 @pytest.mark.parametrize("name", list(SCRIPT_MODELS))
-def test_a_training_script_compresses_what_it_trained(
-    gloo: dist.ProcessGroup, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_training_script_compresses_what_it_trained(gloo, name: str, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     batches = [make_batch(seed) for seed in range(4)]
     names: dict[str, Any] = {"torch": torch, "itertools": itertools, "DLRMTrain": DLRMTrain}

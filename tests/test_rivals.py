@@ -24,7 +24,6 @@ from benchmarks.rivals import product_quantisation as pq
 from benchmarks.rivals.methods import METHODS, Method
 from benchmarks.rivals.mixed import Blocks, zero_dropped_
 from benchmarks.rivals.task import Recipes, Served, Task, UnmetError, shards_of
-from dnis_torchrec.selection.shards import collections
 from tests.tiny import EMBEDDING_DIM, ROWS, make_recipe
 
 DENSE_BYTES = 4 * EMBEDDING_DIM * sum(ROWS.values())
@@ -46,16 +45,13 @@ def collection_of(model: nn.Module) -> EmbeddingBagCollection:
     return collection
 
 
-def packed_of(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if type(module).__name__ == "PackedEmbeddingBagCollection"]
-
-
 def stored_bytes(served: Served, method: Method, precision: str) -> int:
     """Bytes of what a served model holds, counted from its own tensors and not from a formula."""
     model = served.model
     if method is METHODS["mpe"]:
         return mpe_bytes(model, torch.tensor(served.settings["widths"]))
-    total = sum(module.table_bytes() for module in packed_of(model))
+    packed = [module for module in model.modules() if type(module).__name__ == "PackedEmbeddingBagCollection"]
+    total = sum(module.table_bytes() for module in packed)
     for module in model.modules():
         if isinstance(module, shared_rows.ShortTables):
             for name, rows_of in module.share_rows.rows_of.items():
@@ -221,7 +217,8 @@ def test_a_served_model_takes_gains(gloo, monkeypatch: pytest.MonkeyPatch, metho
     cell = make_task(1.5)
     served = METHODS[method].run(cell)
     recipe = cell.build(None)
-    (fqn,), features = collections(recipe.model), next(iter(recipe.data.test)).sparse_features
+    (fqn,) = (name for name, own in recipe.model.named_modules() if isinstance(own, EmbeddingBagCollection))
+    features = next(iter(recipe.data.test)).sparse_features
     old = served.model.get_submodule(fqn)(features).values()
     other = gains.with_gains(cell, served)
     torch.testing.assert_close(other.model.get_submodule(fqn)(features).values(), 0.5 * old)
@@ -303,9 +300,7 @@ def test_the_plain_model_is_trained_once(gloo, tmp_path: Path, monkeypatch: pyte
     assert all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), again.state_dict().values(), strict=True))
 
 
-def test_cells_are_lines_and_run_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cells_are_lines_and_run_once(tmp_path, monkeypatch, capsys) -> None:
     forks = multiprocessing.get_context("forkserver")  # the tests' server has imported everything
     monkeypatch.setattr(runner.multiprocessing, "get_context", lambda _: forks)
     out = tmp_path / "rows.jsonl"

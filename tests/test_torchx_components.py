@@ -122,9 +122,7 @@ def test_the_components_stand_beside_torchxs_own() -> None:
 
 
 @pytest.mark.parametrize("line", documented())
-def test_the_documented_dry_runs_run_from_any_folder(
-    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_documented_dry_runs_run_from_any_folder(line: str, tmp_path, monkeypatch, capsys) -> None:
     program, *arguments = shlex.split(line)
     plain = arguments == ["run", "--dryrun"]
     monkeypatch.chdir(ROOT if plain else tmp_path)  # the demo is named by the project's .torchxconfig

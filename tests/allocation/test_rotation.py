@@ -25,18 +25,8 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec import blocks_from_counts, prepare_, shard_model
-from dnis_torchrec.allocation.axes import (
-    DirectedFactorizationMachine,
-    LinearReader,
-    RotationGroup,
-    WeightedProduct,
-    has_axes,
-    product_factors,
-    rotate_,
-    rotation_groups,
-    turns_of_tables,
-    with_axes_,
-)
+from dnis_torchrec.allocation import axes
+from dnis_torchrec.allocation.axes import rotation_groups
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.selection.shards import collections, table_configs
 from examples.models import (
@@ -141,9 +131,11 @@ def test_predictions_stay_and_columns_come_in_order(name: str, sharding_type: st
     plain, predicted = tables_of(sharded), sharded(torch.zeros(BATCH_SIZE, 0), kjt).detach()
     before = {table: (weight.double() * drawn_in(sharded)[table]).float() for table, weight in plain.items()}
     groups = [group.tables for group in rotation_groups(sharded)]
-    factors = product_factors(rotation_groups(sharded), {table: weight.shape[1] for table, weight in plain.items()})
-    rotations = rotate_(sharded, counts, optimizer_of(sharded, sgd))
-    after, turns = tables_of(sharded), turns_of_tables(rotation_groups(sharded), rotations, factors)
+    factors = axes.product_factors(
+        rotation_groups(sharded), {table: weight.shape[1] for table, weight in plain.items()}
+    )
+    rotations = axes.rotate_(sharded, counts, optimizer_of(sharded, sgd))
+    after, turns = tables_of(sharded), axes.turns_of_tables(rotation_groups(sharded), rotations, factors)
     for table, turn in turns.items():
         torch.testing.assert_close(after[table], (plain[table].double() @ turn).float())
     assert sorted(table for tables in groups for table in tables) == sorted(TURNED[name])
@@ -154,47 +146,33 @@ def test_predictions_stay_and_columns_come_in_order(name: str, sharding_type: st
             torch.testing.assert_close(after[table], (before[table].double() @ rotation).float())
 
 
-@pytest.mark.parametrize("name", ["mf", "mlp", "deepfm"])
-def test_training_does_not_notice(name: str) -> None:
-    """SGD with momentum in float32: train, rotate, train equals train, train, rotate by the same matrix."""
-    first = shard_as(build(name), "data_parallel")
-    second = shard_as(build(name), "data_parallel")
-    counts, kjt = counts_of(build(name)), features_of(build(name))
-    optimizers = [optimizer_of(model, sgd) for model in (first, second)]
-    for model, optimizer in zip((first, second), optimizers, strict=True):
-        train(model, optimizer, kjt, 2)
-    rotations = rotate_(first, counts, optimizers[0])
-    for model, optimizer in zip((first, second), optimizers, strict=True):
-        train(model, optimizer, kjt, 3)
-    turned, straight = tables_of(first), tables_of(second)
-    for group, rotation in zip(rotation_groups(first), rotations, strict=True):
-        for table in group.tables:
-            torch.testing.assert_close(
-                turned[table], (straight[table].double() @ rotation).float(), atol=1e-4, rtol=1e-4
-            )
-    zeros = torch.zeros(BATCH_SIZE, 0)
-    torch.testing.assert_close(first(zeros, kjt), second(zeros, kjt), atol=1e-4, rtol=1e-4)
-
-
-def test_fused_row_wise_adagrad_does_not_notice() -> None:
+def with_adagrad(name: str) -> nn.Module:
     """Its state is a number per row, the mean of squared gradients, which no rotation changes."""
-    models = []
-    for _ in range(2):
-        model = build("mf")
-        for module in model.modules():
-            if isinstance(module, EmbeddingBagCollection):
-                apply_optimizer_in_backward(RowWiseAdagrad, module.parameters(), {"lr": 0.1})
-        models.append(shard_as(model, "table_wise", fused=None))
-    counts, kjt = counts_of(build("mf")), features_of(build("mf"))
+    model = build(name)
+    for module in model.modules():
+        if isinstance(module, EmbeddingBagCollection):
+            apply_optimizer_in_backward(RowWiseAdagrad, module.parameters(), {"lr": 0.1})
+    return shard_as(model, "table_wise", fused=None)
+
+
+@pytest.mark.parametrize(("name", "is_fused"), [("mf", False), ("mlp", False), ("deepfm", False), ("mf", True)])
+def test_training_does_not_notice(name: str, is_fused: bool) -> None:
+    """Train, rotate, train equals train, train, rotate by the same matrix."""
+    models = [with_adagrad(name) if is_fused else shard_as(build(name), "data_parallel") for _ in range(2)]
+    counts, kjt = counts_of(build(name)), features_of(build(name))
     optimizers = [optimizer_of(model, sgd) for model in models]
     for model, optimizer in zip(models, optimizers, strict=True):
         train(model, optimizer, kjt, 2)
-    (rotation,) = rotate_(models[0], counts, optimizers[0])
+    rotations = axes.rotate_(models[0], counts, optimizers[0])
     for model, optimizer in zip(models, optimizers, strict=True):
         train(model, optimizer, kjt, 3)
+    near = {"atol": 1e-4, "rtol": 1e-4}
     turned, straight = (tables_of(model) for model in models)
-    for table in turned:
-        torch.testing.assert_close(turned[table], (straight[table].double() @ rotation).float(), atol=1e-4, rtol=1e-4)
+    for group, rotation in zip(rotation_groups(models[0]), rotations, strict=True):
+        for table in group.tables:
+            torch.testing.assert_close(turned[table], (straight[table].double() @ rotation).float(), **near)
+    zeros = torch.zeros(BATCH_SIZE, 0)
+    torch.testing.assert_close(models[0](zeros, kjt), models[1](zeros, kjt), **near)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -217,86 +195,73 @@ def test_states_turn_along(fused: bool) -> None:
         return tensors
 
     before = states()
-    (rotation,) = rotate_(sharded, counts, optimizer)
+    (rotation,) = axes.rotate_(sharded, counts, optimizer)
     assert len(before) == (2 if fused else 4)
     for name, state in states().items():
         by = rotation if name.endswith("exp_avg") else rotation.square()
         torch.testing.assert_close(state, (before[name].double() @ by).float())
 
 
-def test_column_shards_are_refused_untouched() -> None:
-    """A rank cannot turn rows of which it holds a part."""
-    model = build("mf")
-    counts = counts_of(model)
-    sharded = shard_as(model, "column_wise")
-    before = tables_of(sharded)
-    with pytest.raises(NotImplementedError, match=r"shards of whole rows, got 4 of its 8 columns"):
-        rotate_(sharded, counts, optimizer_of(sharded, sgd))
-    assert all(torch.equal(table, before[name]) for name, table in tables_of(sharded).items())
-
-
-def test_unknown_optimizer_states_are_refused_untouched() -> None:
-    """Rprop's step sizes belong to axes that are gone."""
+@pytest.mark.parametrize(
+    ("kind", "optimizer", "says"),
+    [
+        ("column_wise", sgd, "shards of whole rows, got 4 of its 8 columns"),  # a rank cannot turn a part of a row
+        ("data_parallel", torch.optim.Rprop, "optimizer state"),  # its step sizes belong to axes that are gone
+    ],
+)
+def test_what_cannot_be_turned_is_refused_untouched(kind: str, optimizer: Callable, says: str) -> None:
     model = build("mf")
     counts, kjt = counts_of(model), features_of(model)
-    sharded = shard_as(model, "data_parallel")
-    optimizer = optimizer_of(sharded, lambda parameters: torch.optim.Rprop(parameters))
-    train(sharded, optimizer, kjt, 1)
+    sharded = shard_as(model, kind)
+    stepper = optimizer_of(sharded, optimizer)
+    train(sharded, stepper, kjt, 1)
     before = tables_of(sharded)
-    with pytest.raises(NotImplementedError, match="optimizer state: supported to turn are"):
-        rotate_(sharded, counts, optimizer)
+    with pytest.raises(NotImplementedError, match=says):
+        axes.rotate_(sharded, counts, stepper)
     assert all(torch.equal(table, before[name]) for name, table in tables_of(sharded).items())
+
+
+def reader(**fields: int) -> dict[str, tuple[axes.LinearReader, ...]]:
+    return {"user": (axes.LinearReader(weight=nn.Linear(9, 2).weight, **fields),)}
+
+
+def product(num_inputs: int, num_outputs: int, **fields: int) -> axes.WeightedProduct:
+    return axes.WeightedProduct(weight=nn.Linear(num_inputs, num_outputs).weight, **fields)
+
+
+class Odd(nn.Module):
+    """Says that a group of its tables turns, which does not fit."""
+
+    def __init__(self, tables: Sequence[str], **parts: object) -> None:
+        super().__init__()
+        configs = [
+            *build_tables(ROWS, DIM).embedding_bag_configs(),
+            *build_tables({"wide": 3}, 4).embedding_bag_configs(),
+        ]
+        self.collection = EmbeddingBagCollection(tables=copy.deepcopy(configs))
+        self.group = axes.RotationGroup(tables=tuple(tables), **parts)
+
+    def rotation_groups(self) -> list[axes.RotationGroup]:
+        return [self.group]
 
 
 @pytest.mark.parametrize(
-    ("group", "says"),
+    ("model", "says"),
     [
-        (RotationGroup(tables=("user", "nobody")), "nobody"),
-        (RotationGroup(tables=("user", "user")), "expected every table in one group at most"),
-        (RotationGroup(tables=("user", "wide")), "expected tables of one embedding_dim"),
-        (
-            RotationGroup(tables=("user",), readers={"movie": (LinearReader(weight=nn.Linear(9, 2).weight),)}),
-            "expected readers of its own tables",
-        ),
-        (
-            RotationGroup(
-                tables=("user",), readers={"user": (LinearReader(weight=nn.Linear(9, 2).weight, first_column=2),)}
-            ),
-            "expected at least 10 inputs, got 9",
-        ),
-        (
-            RotationGroup(tables=("user",), product=WeightedProduct(weight=nn.Linear(8, 1).weight)),
-            "expected two tables without readers beside a product",
-        ),
-        (
-            RotationGroup(tables=("user", "movie"), product=WeightedProduct(weight=nn.Linear(8, 2).weight)),
-            "product: expected a layer with one output, got 2",
-        ),
-        (
-            RotationGroup(
-                tables=("user", "movie"), product=WeightedProduct(weight=nn.Linear(8, 1).weight, first_column=1)
-            ),
-            "product: expected at least 9 inputs, got 8",
-        ),
+        (Odd(["user", "nobody"]), "nobody"),
+        (Odd(["user", "user"]), "expected every table in one group at most"),
+        (Odd(["user", "wide"]), "expected tables of one embedding_dim"),
+        (Odd(["movie"], readers=reader()), "expected readers of its own tables"),
+        (Odd(["user"], readers=reader(first_column=2)), "expected at least 10 inputs, got 9"),
+        (Odd(["user"], product=product(8, 1)), "expected two tables without readers beside a product"),
+        (Odd(ROWS, product=product(8, 2)), "product: expected a layer with one output, got 2"),
+        (Odd(ROWS, product=product(8, 1, first_column=1)), "product: expected at least 9 inputs, got 8"),
     ],
 )
-def test_wrong_groups_are_named(group: RotationGroup, says: str) -> None:
+def test_wrong_groups_are_named(model: nn.Module, says: str) -> None:
     """Before anything is changed."""
-
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            tables = [
-                *build_tables(ROWS, DIM).embedding_bag_configs(),
-                *build_tables({"wide": 3}, 4).embedding_bag_configs(),
-            ]
-            self.collection = EmbeddingBagCollection(tables=copy.deepcopy(tables))
-
-        def rotation_groups(self) -> list[RotationGroup]:
-            return [group]
-
     with pytest.raises(ValueError, match=says):
-        rotation_groups(Odd())
+        rotation_groups(model)
 
 
 @pytest.mark.parametrize("name", ["mlp", "fm"])
@@ -317,7 +282,7 @@ def test_a_frozen_table_is_not_turned_nor_what_would_turn_with_it(name: str, sea
         dict(in_backward_optimizer_filter(sharded.named_parameters())), lambda p: torch.optim.Adam(p)
     )
     assert [group.tables for group in rotation_groups(sharded)] == groups
-    rotate_(sharded, counts, optimizer)
+    axes.rotate_(sharded, counts, optimizer)
     assert torch.equal(torch.cat([part.weight for part in shards_of(sharded) if part.table == "movie"]), before)
     found = sharded(dense_features=torch.zeros(BATCH_SIZE, 1), sparse_features=features)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
@@ -422,10 +387,10 @@ def assert_turned(
 def test_plain_models_turn_and_no_logit_moves(name: str, is_weighted: bool) -> None:
     model = build_type(name, is_weighted=is_weighted)
     before, logits = tables_of(model), logits_of(model, is_weighted=is_weighted)
-    with_axes_(model)
+    axes.with_axes_(model)
     assert_stays(logits_of(model, is_weighted=is_weighted), logits)
     assert [group.tables for group in rotation_groups(model)] == GROUPS[name]
-    assert len(rotate_(model, counts_of(model))) == len(GROUPS[name])
+    assert len(axes.rotate_(model, counts_of(model))) == len(GROUPS[name])
     assert_stays(logits_of(model, is_weighted=is_weighted), logits)
     assert_turned(before, tables_of(model), GROUPS[name], counts_of(model))
 
@@ -436,13 +401,13 @@ def test_plain_models_turn_and_no_logit_moves(name: str, is_weighted: bool) -> N
 @pytest.mark.parametrize("name", TYPES)
 def test_sharded_models_turn_like_plain_ones(name: str, sharding_type: str, added: str) -> None:
     """Axes may be added before or after; after training even parts of rows are turned."""
-    plain = with_axes_(build_type(name))
-    rotate_(plain, counts_of(plain))
+    plain = axes.with_axes_(build_type(name))
+    axes.rotate_(plain, counts_of(plain))
     model = build_type(name)
     counts, logits = counts_of(model), logits_of(model)
-    sharded = shard_as(with_axes_(model) if added == "before" else model, sharding_type)
-    with_axes_(sharded)
-    rotate_(sharded, counts)
+    sharded = shard_as(axes.with_axes_(model) if added == "before" else model, sharding_type)
+    axes.with_axes_(sharded)
+    axes.rotate_(sharded, counts)
     assert_stays(logits_of(sharded), logits)
     tables = tables_of(plain)
     for shard in shards_of(sharded):
@@ -454,12 +419,12 @@ def test_sharded_models_turn_like_plain_ones(name: str, sharding_type: str, adde
 def test_names_of_weights_stay_and_axes_are_no_parameters(name: str) -> None:
     model = build_type(name)
     state, parameters = set(model.state_dict()), list(model.parameters())
-    assert not has_axes(state)
-    added = set(with_axes_(model).state_dict()) - state
+    assert not axes.has_axes(state)
+    added = set(axes.with_axes_(model).state_dict()) - state
     assert state < set(model.state_dict()) or name == "projection"
-    assert has_axes(added) == (name != "projection")
+    assert axes.has_axes(added) == (name != "projection")
     assert all(now is then for now, then in zip(model.parameters(), parameters, strict=True))
-    again = set(with_axes_(model).state_dict())
+    again = set(axes.with_axes_(model).state_dict())
     assert again == state | added
     assert len(added) == (name != "projection")
 
@@ -467,15 +432,15 @@ def test_names_of_weights_stay_and_axes_are_no_parameters(name: str) -> None:
 @pytest.mark.parametrize("name", TYPES)
 def test_a_model_may_turn_twice_and_a_fresh_one_takes_its_state(name: str) -> None:
     """Axes that are added again stay as they were turned."""
-    model = with_axes_(build_type(name))
+    model = axes.with_axes_(build_type(name))
     logits = logits_of(model)
     for factor in (1, 2):
         other = counts_of(model)
         other.counts["user"][:4] *= factor
-        rotate_(model, other)
-    assert_stays(logits_of(with_axes_(model)), logits)
+        axes.rotate_(model, other)
+    assert_stays(logits_of(axes.with_axes_(model)), logits)
     torch.manual_seed(99)
-    fresh = with_axes_(TYPES[name](collection()))
+    fresh = axes.with_axes_(TYPES[name](collection()))
     fresh.load_state_dict(model.state_dict())
     assert_stays(logits_of(fresh), logits)
 
@@ -486,7 +451,7 @@ def test_models_inside_others_and_subclasses_without_a_forward_are_known() -> No
 
     model = DLRMTrain(Named(collection(), 3, [4, DIM], [6, 1]))
     logits = logits_of(model)
-    assert len(rotate_(with_axes_(model), counts_of(model))) == 1
+    assert len(axes.rotate_(axes.with_axes_(model), counts_of(model))) == 1
     assert_stays(logits_of(model), logits)
 
 
@@ -497,57 +462,47 @@ class Doubled(DLRM):
         return 2 * super().forward(dense_features, sparse_features)
 
 
-class CosineInteraction(nn.Module):
-    """Takes the place of an interaction arch, and is none of TorchRec's."""
+class Holding(nn.Module):
+    """Holds a part of its model a second time, perhaps to read its weights."""
+
+    def __init__(self, name: str, part: Callable[[nn.Module], nn.Module | nn.Parameter]) -> None:
+        super().__init__()
+        self.model = build_type(name)
+        self.held = part(self.model)
 
 
-def _patched(model: nn.Module) -> nn.Module:
+def first_layer(model: nn.Module) -> nn.Linear:
+    return model.over_arch.model[0]._mlp[0]._linear
+
+
+def with_change(name: str, change: Callable[[nn.Module], object]) -> Callable[[], nn.Module]:
+    def build_changed() -> nn.Module:
+        model = build_type(name)
+        change(model)
+        return model
+
+    return build_changed
+
+
+def patch_(model: nn.Module) -> None:
     model.forward = model.forward  # an attribute of the object now
-    return model
 
 
-def _hooked(model: nn.Module) -> nn.Module:
+def hook_(model: nn.Module) -> None:
     model.dense_arch.register_forward_hook(lambda module, inputs, output: output.abs())
-    return model
-
-
-def _normalised(model: nn.Module) -> nn.Module:
-    weight_norm(model.over_arch.model[0]._mlp[0]._linear)
-    return model
-
-
-def _other_interaction(model: nn.Module) -> nn.Module:
-    model.inter_arch = CosineInteraction()
-    return model
-
-
-class Reused(nn.Module):
-    """Holds an arch of its model a second time, perhaps to read its weights."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model, self.head = model, model.over_arch
-
-
-class Tied(nn.Module):
-    """Holds a weight of its model a second time."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model, self.tied = model, model.over_arch.model[0]._mlp[0]._linear.weight
 
 
 UNKNOWN: dict[str, Callable[[], nn.Module]] = {
     "dcn": dcn,
     "own forward": lambda: Doubled(collection(), 3, [4, DIM], [6, 1]),
-    "patched": lambda: _patched(build_type("dlrm")),
-    "hooked": lambda: _hooked(build_type("dlrm")),
-    "parametrized": lambda: _normalised(build_type("dlrm")),
-    "other interaction": lambda: _other_interaction(build_type("dlrm")),
-    "shared arch": lambda: Reused(build_type("dlrm")),
-    "tied weight": lambda: Tied(build_type("dlrm")),
-    "patched deepfm": lambda: _patched(build_type("deepfm")),
-    "hooked projection": lambda: _hooked(build_type("projection")),
+    "patched": with_change("dlrm", patch_),
+    "hooked": with_change("dlrm", hook_),
+    "parametrized": with_change("dlrm", lambda model: weight_norm(first_layer(model))),
+    "other interaction": with_change("dlrm", lambda model: setattr(model, "inter_arch", nn.Identity())),
+    "shared arch": lambda: Holding("dlrm", lambda model: model.over_arch),
+    "tied weight": lambda: Holding("dlrm", lambda model: first_layer(model).weight),
+    "patched deepfm": with_change("deepfm", patch_),
+    "hooked projection": with_change("projection", hook_),
 }
 
 
@@ -556,7 +511,7 @@ def test_what_is_not_known_is_left_alone_and_named_once(name: str, caplog: pytes
     model = UNKNOWN[name]()
     before = copy.deepcopy(model.state_dict())
     with caplog.at_level(logging.WARNING):
-        assert rotate_(with_axes_(model), counts_of(model)) == []
+        assert axes.rotate_(axes.with_axes_(model), counts_of(model)) == []
     (record,) = caplog.records
     assert "rotation: expected tables of which it is known what turns along" in record.message
     assert str(list(ROWS_OF_TORCHREC)) in record.message
@@ -569,7 +524,7 @@ def test_the_sum_of_columns_is_no_dot_product_but_keeps_its_direction() -> None:
     torch.manual_seed(1)
     inputs = [torch.randn(5, 4) for _ in range(3)]
     rotation = torch.linalg.qr(torch.randn(4, 4)).Q
-    turned, machine = [value @ rotation for value in inputs], DirectedFactorizationMachine(12, inputs[0])
+    turned, machine = [value @ rotation for value in inputs], axes.DirectedFactorizationMachine(12, inputs[0])
     expected = SumOfPairs()(inputs)
     assert_stays(machine(inputs), expected)
     assert not torch.allclose(SumOfPairs()(turned), expected, atol=0.1)

@@ -30,32 +30,15 @@ from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.data import files
 from dnis_torchrec.scheme import FORMS, MixedDimensionScheme
 from dnis_torchrec.serving import PackedEmbeddingBagCollection
+from tests import reference
 from tests.artifact.reader import DOCUMENT, DTYPES, Reader
-from tests.reference import (
-    MIXED_FILE,
-    PACKED_FILE,
-    Case,
-    all_rows,
-    cases,
-    coded_case,
-    coded_tables,
-    keyed_jagged_tensor,
-    load_dense_state,
-    rounded,
-    table_scheme,
-    two_tables,
-    whole_table,
-    with_codes,
-    write_coded_tables,
-    write_two_tables,
-)
 
 MANY = {"suppress_health_check": [HealthCheck.function_scoped_fixture], "deadline": None}
 
 
 def all_values(path: Path, form: str | None = None) -> Tensor:
     """Every row of two tables as a form serves it."""
-    return load(path, form=form)(all_rows()).values()
+    return load(path, form=form)(reference.all_rows()).values()
 
 
 def names_in(folder: Path) -> list[str]:
@@ -79,13 +62,13 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @settings(max_examples=10, phases=(Phase.explicit, Phase.generate), **MANY)
-@given(cases(), st.integers(0, 999), st.sampled_from([280, 420, 700, 2_000_000_000]), st.booleans())
+@given(reference.cases(), st.integers(0, 999), st.sampled_from([280, 420, 700, 2_000_000_000]), st.booleans())
 def test_both_forms_serve_the_tables_in_any_number_of_files(
-    tmp_path: Path, small_files: None, case: Case, seed: int, max_file_bytes: int, has_codes: bool
+    tmp_path: Path, small_files: None, case: reference.Case, seed: int, max_file_bytes: int, has_codes: bool
 ) -> None:
     weights = case.tables
     if has_codes:
-        case, weights = coded_case(case, seed)
+        case, weights = reference.coded_case(case, seed)
     expected, path = case.expected(), tmp_path / "a"
     try:
         write_artifact(weights, case.scheme, path, forms=FORMS, overwrite=True, max_file_bytes=max_file_bytes)
@@ -101,33 +84,38 @@ def test_both_forms_serve_the_tables_in_any_number_of_files(
             torch.testing.assert_close(pooled, expected[name], rtol=1e-5, atol=2e-5)
         other = write_artifact(weights, case.scheme, tmp_path / "b", forms=[form], overwrite=True)
         for name, table in case.tables.items():
-            torch.testing.assert_close(whole_table(other, name), table, rtol=1e-6, atol=0 if not has_codes else 1e-6)
-            assert whole_table(other, name).equal(whole_table(path, name))
+            torch.testing.assert_close(
+                reference.whole_table(other, name), table, rtol=1e-6, atol=0 if not has_codes else 1e-6
+            )
+            assert reference.whole_table(other, name).equal(reference.whole_table(path, name))
 
 
 def test_each_form_is_made_of_the_other_bit_for_bit(tmp_path: Path) -> None:
-    for write_them, tables, scheme in ((write_two_tables, *two_tables()), (write_coded_tables, *coded_tables())):
+    for write_them, tables, scheme in (
+        (reference.write_two_tables, *reference.two_tables()),
+        (reference.write_coded_tables, *reference.coded_tables()),
+    ):
         both = write_artifact(tables, scheme, tmp_path / "both", forms=FORMS, overwrite=True)
         for form in FORMS:
             one = write_artifact(tables, scheme, tmp_path / form, forms=[form], overwrite=True)
             assert read_manifest(one)["forms"] == [form]
             for wanted in (None, *FORMS, "mixed_dimension_fp32"):
                 assert all_values(one, wanted).equal(all_values(both))
-            assert serve(scheme, tables, form)(all_rows()).values().equal(all_values(both))
+            assert serve(scheme, tables, form)(reference.all_rows()).values().equal(all_values(both))
             manifest = read_manifest(one)
             for name, table in scheme.tables.items():
                 (shard,) = manifest["tables"][name]["shards"][form]
                 tensors = manifests.read_artifact_file(one, manifest, shard["file"])
                 assert table.file_bytes(form) == sum(tensor.nbytes for tensor in tensors.values())
-        assert write_them is not write_two_tables or all_values(both).equal(
+        assert write_them is not reference.write_two_tables or all_values(both).equal(
             torch.cat([tables["movie/seen"], tables["user"]], dim=1)
         )
 
 
 def test_scheme_state_and_run_come_back(tmp_path: Path) -> None:
     for path, scheme in (
-        (write_two_tables(tmp_path / "a"), two_tables()[1]),
-        (write_coded_tables(tmp_path / "b"), coded_tables()[1]),
+        (reference.write_two_tables(tmp_path / "a"), reference.two_tables()[1]),
+        (reference.write_coded_tables(tmp_path / "b"), reference.coded_tables()[1]),
     ):
         again = read_scheme(path)
         assert (again.to_json(), list(again.tables)) == (scheme.to_json(), list(scheme.tables))
@@ -136,15 +124,15 @@ def test_scheme_state_and_run_come_back(tmp_path: Path) -> None:
         for name, tensor in scheme.to_tensors().items():
             assert tensors[name].equal(tensor)
             assert tensors[name].dtype == tensor.dtype
-        assert load_dense_state(path)["step"].item() == 7
+        assert reference.load_dense_state(path)["step"].item() == 7
         assert read_manifest(path)["run"] == {"seed": 3}
         assert read_manifest(path)["bytes"] == scheme.exact_bytes()
 
 
 def test_dense_states(tmp_path: Path) -> None:
     def stored(state: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
-        path = write_artifact(*two_tables(), tmp_path / "a", dense_state=state, overwrite=True, **options)
-        return load_dense_state(path)
+        path = write_artifact(*reference.two_tables(), tmp_path / "a", dense_state=state, overwrite=True, **options)
+        return reference.load_dense_state(path)
 
     tied = torch.randn(4, 4)
     assert stored({"a": tied, "b": tied.t()})["b"].equal(tied.t())
@@ -158,7 +146,7 @@ def test_dense_states(tmp_path: Path) -> None:
 
 
 def test_the_manifest_says_what_there_is(tmp_path: Path) -> None:
-    path, (_, scheme) = write_two_tables(tmp_path / "a"), two_tables()
+    path, (_, scheme) = reference.write_two_tables(tmp_path / "a"), reference.two_tables()
     manifest = read_manifest(path)
     assert (manifest["format"], manifest["format_version"]) == ("dnis-torchrec-artifact", "1.4")
     assert manifest["parameters"] == scheme.parameters
@@ -166,7 +154,7 @@ def test_the_manifest_says_what_there_is(tmp_path: Path) -> None:
     movie = manifest["tables"]["movie/seen"]
     assert (movie["collection"], movie["feature_names"], movie["pooling"]) == ("ebc", ["movie"], "mean")
     assert movie["blocks"][1] == {"rows": 3, "embedding_dim": 2, "columns": [1, 3]}
-    of_form = {"mixed_dimension": MIXED_FILE, "packed": PACKED_FILE}
+    of_form = {"mixed_dimension": reference.MIXED_FILE, "packed": reference.PACKED_FILE}
     assert movie["shards"] == {form: [{"file": file, "first_row": 0, "num_rows": 10}] for form, file in of_form.items()}
     on_disk = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
     assert set(manifest["files"]) == on_disk - {"manifest.json", CARD}
@@ -179,7 +167,7 @@ def test_the_manifest_says_what_there_is(tmp_path: Path) -> None:
 
 
 def test_several_collections(tmp_path: Path) -> None:
-    for tables, scheme in (two_tables(), coded_tables()):
+    for tables, scheme in (reference.two_tables(), reference.coded_tables()):
         moved = {name: replace(table, collection=name[:4]) for name, table in scheme.tables.items()}
         path = write_artifact(tables, MixedDimensionScheme(moved), tmp_path / "a", overwrite=True)
         whole = write_artifact(tables, scheme, tmp_path / "whole", overwrite=True)
@@ -187,39 +175,41 @@ def test_several_collections(tmp_path: Path) -> None:
             load(path)
         with pytest.raises(ValueError, match="collection 'usr': expected a known collection"):
             load(path, collection="usr")
-        out = load(path, collection="user")(all_rows())
+        out = load(path, collection="user")(reference.all_rows())
         assert out.keys() == ["user"]
-        assert out.values().equal(load(whole)(all_rows()).to_dict()["user"])
+        assert out.values().equal(load(whole)(reference.all_rows()).to_dict()["user"])
 
 
 def test_names_that_look_alike_as_files(tmp_path: Path) -> None:
     routing, retained = RowRouting(2, 1, boundaries=torch.tensor([0, 2])), torch.ones(1, 2, dtype=torch.bool)
     names = ["a b", "a/b", "a_b", "Ä" * 127]
-    schemes = {name: table_scheme(name, routing, retained, feature_names=(f"f{name}",)) for name in names}
+    schemes = {name: reference.table_scheme(name, routing, retained, feature_names=(f"f{name}",)) for name in names}
     tables = {name: torch.randn(2, 2) for name in names}
     path = write_artifact(tables, MixedDimensionScheme(schemes), tmp_path / "a", forms=FORMS)
     assert names_in(tmp_path) == ["a"]
-    assert all(whole_table(path, name).equal(tables[name]) for name in names)
+    assert all(reference.whole_table(path, name).equal(tables[name]) for name in names)
 
 
 def test_a_table_is_cut_where_its_bytes_are(tmp_path: Path) -> None:
     routing = RowRouting(400, 2, boundaries=torch.tensor([0, 100, 400]))
     retained = torch.tensor([[True] * 8, [True] + [False] * 7])
     weight = torch.randn(400, 8) * retained[routing.all_blocks()]
-    scheme = MixedDimensionScheme({"t": table_scheme("t", routing, retained)})
+    scheme = MixedDimensionScheme({"t": reference.table_scheme("t", routing, retained)})
     path = write_artifact({"t": weight}, scheme, tmp_path / "a", max_file_bytes=2000, forms=FORMS)
     for form in FORMS:
         shards = read_manifest(path)["tables"]["t"]["shards"][form]
         assert len({shard["num_rows"] for shard in shards[:-1]}) > 1  # fewer of the long ones
         assert (
-            load(path, form=form)(keyed_jagged_tensor({"f": [[(i, 1.0)] for i in range(400)]})).values().equal(weight)
+            load(path, form=form)(reference.keyed_jagged_tensor({"f": [[(i, 1.0)] for i in range(400)]}))
+            .values()
+            .equal(weight)
         )
     sizes = [(path / shard["file"]).stat().st_size for shard in shards_of(path)]
     assert max(sizes) <= 2000
 
 
 def test_rows_are_read_once_and_a_rank_without_any_writes_nothing(tmp_path: Path) -> None:
-    tables, scheme = coded_tables()
+    tables, scheme = reference.coded_tables()
     calls: list[tuple[int, int]] = []
 
     def rows(first: int, last: int) -> Tensor:
@@ -253,9 +243,12 @@ def test_a_reader_made_of_the_document_reads_the_same(
         retained = torch.rand(routing.num_blocks, dim) < 0.3
         rows = torch.cat([retained, torch.zeros(1, dim, dtype=torch.bool)])[routing.all_blocks()]
         tables[name] = torch.randn(len(rows), dim) * rows * (torch.rand(len(rows), dim) < 0.8)
-        schemes[name] = table_scheme(name, routing, retained, feature_names=(name,))
+        schemes[name] = reference.table_scheme(name, routing, retained, feature_names=(name,))
         if has_codes:
-            schemes[name], tables[name] = with_codes(schemes[name], widths=WIDTHS), torch.randn(len(rows), dim)
+            schemes[name], tables[name] = (
+                reference.with_codes(schemes[name], widths=WIDTHS),
+                torch.randn(len(rows), dim),
+            )
     state, scheme = {"layer": torch.arange(3.0).double()}, MixedDimensionScheme(schemes)
     options = {"forms": FORMS, "dense_state": state, "max_file_bytes": max_file_bytes}
     path = write_artifact(tables, scheme, tmp_path / "a", **options)
@@ -263,7 +256,7 @@ def test_a_reader_made_of_the_document_reads_the_same(
     reader.verify()
     assert list(reader.manifest["tables"]) == list(tables)
     for name, weight in tables.items():
-        expected = rounded(schemes[name], weight) if has_codes else weight
+        expected = reference.rounded(schemes[name], weight) if has_codes else weight
         for form in FORMS:
             values = torch.from_numpy(reader.dense(name, form))
             torch.testing.assert_close(values, expected, rtol=1e-6, atol=1e-6 if has_codes else 0)
@@ -280,7 +273,7 @@ def test_a_reader_made_of_the_document_reads_the_same(
 
 
 def test_a_table_in_one_file_stays_in_it(tmp_path: Path) -> None:
-    served = load(write_coded_tables(tmp_path / "a"))
+    served = load(reference.write_coded_tables(tmp_path / "a"))
     assert isinstance(served, PackedEmbeddingBagCollection)
     mapped = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "packed/" in line]
     for name, buffer in served.tables.named_buffers():
@@ -293,14 +286,14 @@ def test_a_table_in_one_file_stays_in_it(tmp_path: Path) -> None:
 
 
 def changed(row: int, column: int, value: float, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    tables, _ = two_tables()
+    tables, _ = reference.two_tables()
     tables = {name: weight.to(dtype) for name, weight in tables.items()}
     tables["user"][row, column] = value
     return {"tables": tables}
 
 
 def wrong_arguments() -> Iterator[tuple[str, type[Exception], dict[str, Any]]]:
-    tables, scheme = two_tables()
+    tables, scheme = reference.two_tables()
     fewer = replace(scheme.tables["user"], num_retained=17)
     for value in (float("nan"), float("inf"), float("-inf")):
         yield "table 'user'.* row 3", ValueError, changed(3, 1, value)
@@ -330,7 +323,7 @@ WRONG = list(wrong_arguments())
 @pytest.mark.parametrize("number", range(len(WRONG)))
 def test_wrong_arguments_are_refused(tmp_path: Path, number: int) -> None:
     place, error, changes = WRONG[number]
-    tables, scheme = two_tables()
+    tables, scheme = reference.two_tables()
     with pytest.raises(error, match=place):
         write_artifact(**{"tables": tables, "scheme": scheme, "path": tmp_path / "parent" / "artifact"} | changes)
     assert names_in(tmp_path) == []
@@ -338,11 +331,11 @@ def test_wrong_arguments_are_refused(tmp_path: Path, number: int) -> None:
 
 @pytest.fixture
 def artifact(tmp_path: Path) -> Path:
-    return write_two_tables(tmp_path / "artifact")
+    return reference.write_two_tables(tmp_path / "artifact")
 
 
 def test_only_an_artifact_is_replaced(artifact: Path, tmp_path: Path) -> None:
-    tables, scheme = two_tables()
+    tables, scheme = reference.two_tables()
     with pytest.raises(ValueError, match="overwrite=True"):
         write_artifact(tables, scheme, artifact)
     (tmp_path / "link").symlink_to(artifact)
@@ -376,7 +369,7 @@ def test_only_an_artifact_is_replaced(artifact: Path, tmp_path: Path) -> None:
 def test_failure_leaves_nothing_behind(
     artifact: Path, monkeypatch: pytest.MonkeyPatch, module: Any, function: str, error: BaseException, overwrite: bool
 ) -> None:
-    tables, scheme = two_tables()
+    tables, scheme = reference.two_tables()
     calls: list[str] = []
     original = getattr(module, function)
 
@@ -410,7 +403,7 @@ def files_of_at_most(num_bytes: int) -> Iterator[None]:
 @pytest.mark.parametrize(("limit", "size"), [(400, 5000), (2000, 5000), (2000, 1)])
 def test_a_full_disk_leaves_the_old_artifact_and_nothing_else(tmp_path: Path, limit: int, size: int) -> None:
     """The first file, or one in the middle, or the manifest alone does not fit."""
-    tables, scheme = two_tables()
+    tables, scheme = reference.two_tables()
     path = write_artifact(tables, scheme, tmp_path / "artifact", run={"seed": 3})
     for target in (path, tmp_path / "new" / "artifact"):
         with pytest.raises(OSError, match="File too large"), files_of_at_most(limit):
@@ -431,7 +424,7 @@ def rows_below(heading: str, card: str) -> list[list[str]]:
 
 
 def test_the_card_says_tables_bytes_metrics_and_origin(tmp_path: Path) -> None:
-    tables, scheme = coded_tables()
+    tables, scheme = reference.coded_tables()
     run = {"recipe": "shop:recipe", "seed": 3, "metrics": {"auc": 0.8125}}
     card = (write_artifact(tables, scheme, tmp_path / "a", run=run) / CARD).read_text(encoding="utf-8")
     for row, table in zip(rows_below("Tables", card), scheme.tables.values(), strict=True):
@@ -447,7 +440,7 @@ def test_the_card_says_tables_bytes_metrics_and_origin(tmp_path: Path) -> None:
     "name", ["a|b", "![x](http://y)", "<b>", "`x`", "two\nlines", "\x1b[2J", "**x** _y_", "&lt;", "\\|", "~~x~~"]
 )
 def test_names_of_others_are_text_where_a_browser_shows_the_card(name: str) -> None:
-    odd = {name: replace(next(iter(two_tables()[1].tables.values())), name=name)}
+    odd = {name: replace(next(iter(reference.two_tables()[1].tables.values())), name=name)}
     card = card_of(MixedDimensionScheme(odd), {"versions": {}, "run": {}})
     page = MarkdownIt("commonmark").enable(["table", "strikethrough"]).render(card)
     (row,) = re.findall("<tr>(.*?)</tr>", page.split("Tables</h2>")[1].split("<h2>")[0], re.DOTALL)[1:]

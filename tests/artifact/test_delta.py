@@ -79,11 +79,6 @@ def with_newborn(table: TableScheme, rows: list[int], source: Random) -> TableSc
     return replace(table, routing=routing, retained=retained, num_retained=area, **parts)
 
 
-def values_of(table: TableScheme, source: Random) -> Tensor:
-    generator = torch.Generator().manual_seed(source.randrange(2**31))
-    return torch.randn(table.num_embeddings, table.embedding_dim, generator=generator)
-
-
 def blocks_of(table: TableScheme, rows: Tensor) -> list[list[list[int]]]:
     """The bytes of every row of every block; a float32 begins at a byte."""
     blocks, at, content = [], 0, rows.tolist()
@@ -116,7 +111,10 @@ def next_state(state: ServedState, source: Random, *, share: float | None = None
         new = replace(new, scale=scale)
         tables[name] = new
         # rows that are not to change keep the bytes that they have had
-        fresh = blocks_of(new, encoded(new, values_of(table, source)))
+        generator = torch.Generator().manual_seed(source.randrange(2**31))
+        fresh = blocks_of(
+            new, encoded(new, torch.randn(table.num_embeddings, table.embedding_dim, generator=generator))
+        )
         old = blocks_of(table, state.rows[name])
         part = source.choice([0, 0.2, 1]) if share is None else share
         for block, of_block in enumerate(old):
@@ -304,7 +302,7 @@ def test_order_base_and_damage(base: Path, tmp_path: Path) -> None:
     other = write_state(replace(first, sequence=0, dense={**first.dense, "step": torch.tensor(8)}), tmp_path / "other")
     served, model = load(base), nn.Sequential(load(base))
     for target in (base, served, model):
-        place = target.state_dict if isinstance(target, nn.Module) else partial_files(target)
+        place = target.state_dict if isinstance(target, nn.Module) else partial(files_of, target)
         before = copy.deepcopy(place())
         refused(target, tmp_path / "2", "number 1", "in order")
         assert str(place()) == str(before)
@@ -320,10 +318,6 @@ def test_order_base_and_damage(base: Path, tmp_path: Path) -> None:
     refused(tmp_path / "mixed", tmp_path / "mixed", "delta")
     refused(tmp_path / "none", tmp_path / "1", "check the path")
     refused(base, tmp_path / "none", "check the path")
-
-
-def partial_files(path: Path) -> Callable[[], dict[str, bytes]]:
-    return lambda: files_of(path)
 
 
 def test_what_is_no_difference_of_one_scheme_is_not_written(base: Path, tmp_path: Path) -> None:
@@ -497,22 +491,18 @@ def wait_inside(inside: threading.Event, hold: threading.Event, *_: object) -> N
     hold.wait(20)
 
 
-def keep_answer(answers: list[Tensor], call: Callable[..., Tensor], *arguments: Any) -> None:
-    answers.append(call(*arguments))
-
-
 def test_calls_that_began_before_the_first_delta_are_waited_for(tmp_path: Path) -> None:
     """Also calls of `forward` itself."""
     for path in (tmp_path / "base", tmp_path / "whole"):
         write_state(numbered(0, "sum", ("a", "b")), path)
     delta = write_delta(tmp_path / "base", numbered(1, "sum", ("a", "b")), tmp_path / "delta")
+    features = ids_of("a0", "a1", "b0", "b1")
     for name in ("__call__", "forward"):
         model = load_model(Numbered(), tmp_path / "base")
         inside, hold, answers = threading.Event(), threading.Event(), list[Tensor]()
         model.b.register_forward_pre_hook(partial(wait_inside, inside, hold))
-        features = ids_of("a0", "a1", "b0", "b1")
-        arguments = (answers, getattr(model, name), torch.zeros(1), features)
-        call = threading.Thread(target=keep_answer, args=arguments)
+        look_up = getattr(model, name)
+        call = threading.Thread(target=lambda f=look_up, to=answers: to.append(f(torch.zeros(1), features)))
         call.start()
         assert inside.wait(20)
         change = threading.Thread(target=apply_delta, args=(model, delta))

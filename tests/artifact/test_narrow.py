@@ -26,14 +26,7 @@ from dnis_torchrec.artifact.write import write_artifact
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving import MixedDimensionEmbeddingBagCollection
-from dnis_torchrec.training.checkpoint import (
-    StoredChunk,
-    StoredTensor,
-    model_tensors,
-    optimizer_tensors,
-    snapshot,
-    take_,
-)
+from dnis_torchrec.training import checkpoint
 from dnis_torchrec.training.weights import fill_state_
 from tests.allocation import test_rotation as turning
 from tests.models import shard_as
@@ -155,12 +148,14 @@ def test_narrow_tables_learn_as_masked_ones(case: Case, name: str, least_dim: in
 NAMES = ["mf", "mlp", "neumf", "fm", "wide_deep", "deepfm"]
 
 
-def stored(model: nn.Module, optimizer: object) -> dict[str, StoredTensor]:
+def stored(model: nn.Module, optimizer: object) -> dict[str, checkpoint.StoredTensor]:
     """A checkpoint of a model, as files give it."""
     results = {}
-    for key, value in (model_tensors(model) | optimizer_tensors(model, optimizer)).items():
-        chunks = [StoredChunk(c.offset, tuple(c.tensor.shape), lambda c=c: c.tensor) for c in value.copy().chunks]
-        results[key] = StoredTensor(key, value.size, tuple(chunks), "float32")
+    for key, value in (checkpoint.model_tensors(model) | checkpoint.optimizer_tensors(model, optimizer)).items():
+        chunks = [
+            checkpoint.StoredChunk(c.offset, tuple(c.tensor.shape), lambda c=c: c.tensor) for c in value.copy().chunks
+        ]
+        results[key] = checkpoint.StoredTensor(key, value.size, tuple(chunks), "float32")
     return results
 
 
@@ -189,7 +184,9 @@ class World:
         turning.train(self.plain, self.optimizer, self.kjt, 1)
         self.state = stored(self.plain, self.optimizer)
 
-    def narrow(self, state: Mapping[str, StoredTensor] | None = None, **options: object) -> tuple[nn.Module, object]:
+    def narrow(
+        self, state: Mapping[str, checkpoint.StoredTensor] | None = None, **options: object
+    ) -> tuple[nn.Module, object]:
         """A sharded narrow model with the states of its optimizer."""
         state = self.state if state is None else state
         model, states = narrow_for_training_(turning.build(self.name), self.artifact, state, **options)
@@ -199,18 +196,18 @@ class World:
 def with_states(model: nn.Module, states: dict[str, Tensor], make: object, kjt: object) -> tuple[nn.Module, object]:
     sharded = shard_as(model, "data_parallel")
     optimizer = turning.optimizer_of(sharded, make)
-    values = snapshot(sharded)
+    values = checkpoint.snapshot(sharded)
     turning.train(sharded, optimizer, kjt, 1)
-    take_(sharded, values)
+    checkpoint.take_(sharded, values)
     fill_state_(sharded, optimizer, states)
     return sharded, optimizer
 
 
 def carry(model: nn.Module, optimizer: torch.optim.Optimizer, states: Mapping[str, Tensor]) -> None:
     """Gives a model's optimizers their states, which a step makes."""
-    values = snapshot(model)
+    values = checkpoint.snapshot(model)
     train(model, optimizer, 1, ROWS)
-    take_(model, values)
+    checkpoint.take_(model, values)
     fill_state_(model, optimizer, states)
 
 
@@ -414,8 +411,8 @@ def test_a_state_in_the_axes_of_the_artifact_is_not_turned(tmp_path: Path) -> No
     assert [key for key in states if not states[key].equal(expected[key])] == []
 
 
-def of_tensors(tensors: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
-    return {key: StoredTensor.of(key, value) for key, value in tensors.items()}
+def of_tensors(tensors: Mapping[str, Tensor]) -> dict[str, checkpoint.StoredTensor]:
+    return {key: checkpoint.StoredTensor.of(key, value) for key, value in tensors.items()}
 
 
 @pytest.mark.parametrize("sharding_type", ["table_wise", "column_wise", "data_parallel"])
@@ -483,7 +480,7 @@ def test_what_does_not_fit_is_refused_and_says_why(tmp_path: Path) -> None:
     state = of_tensors({f"model/{name}": value for name, value in Pair().head.state_dict(prefix="head.").items()})
     with pytest.raises(ValueError, match="table/item: expected shape .*, got no rows"):
         narrow_for_training_(Pair(), artifact, state)
-    state["table/item"] = StoredTensor.of("", torch.zeros(ROWS + 1, 24))
+    state["table/item"] = checkpoint.StoredTensor.of("", torch.zeros(ROWS + 1, 24))
     with pytest.raises(ValueError, match=r"table/item: expected shape \(900, 24\), got \(901, 24\)"):
         narrow_for_training_(Pair(), artifact, state)
     with pytest.raises(ValueError, match="dense weights"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -33,6 +33,7 @@ ROWS, DIM, OLD = {"user": 3000, "item": 2000}, 8, 0.6
 """Tables, their D, and the share of rows that are born yesterday or earlier."""
 LOSS = nn.BCEWithLogitsLoss()
 SIZE = 30.0
+NOTHING = {name: torch.zeros(0, dtype=torch.int64) for name in ROWS}
 
 
 class Product(nn.Module):
@@ -224,12 +225,8 @@ def test_the_state_holds_new_codes_of_changed_rows_and_old_ones_of_all_others() 
             assert wrong.mean() < 0.01  # a code that was half way between two
 
 
-def today() -> nn.Module:
-    return train_(copy.deepcopy(base().model), TODAY)
-
-
 def test_new_rows_predict_and_old_ones_keep_their_place() -> None:
-    of, model = base(), today()
+    of, model = base(), train_(copy.deepcopy(base().model), TODAY)
     result = refreshed(of, model, YESTERDAY, TODAY)
     counts = counted(YESTERDAY, TODAY).counts
     for name, table in result.scheme.tables.items():
@@ -250,11 +247,10 @@ def test_a_product_of_which_weights_have_learnt_predicts_as_its_model() -> None:
     """Its weights are drawn into all rows, also those that nobody has read."""
     of = published(is_weighed=True)
     model = train_(copy.deepcopy(of.model), TODAY[:2])
-    nothing = {name: torch.zeros(0, dtype=torch.int64) for name in ROWS}
     model.weights.weight.data.mul_(torch.linspace(0.5, 2, DIM))
     with torch.no_grad():
         plain = torch.cat([model(batch.dense_features, batch.sparse_features) for batch in TODAY])
-    results = [refreshed(of, model, YESTERDAY, TODAY, rows_read=changed) for changed in (None, nothing)]
+    results = [refreshed(of, model, YESTERDAY, TODAY, rows_read=changed) for changed in (None, NOTHING)]
     for result in results:
         served = logits(result.scheme, result.rows, result.dense, is_weighed=True)
         assert float(torch.corrcoef(torch.stack([plain, served]))[0, 1]) > 0.9
@@ -266,7 +262,7 @@ def test_scales_that_no_longer_fit_move_and_no_others() -> None:
     table = of.scheme.tables["user"]
     in_block = table.routing.all_blocks() == 1
     model.tables.embedding_bags["user"].weight.data[in_block] *= 3
-    result = refreshed(of, model, YESTERDAY, rows_read={name: torch.zeros(0, dtype=torch.int64) for name in ROWS})
+    result = refreshed(of, model, YESTERDAY, rows_read=NOTHING)
     moved = (result.scheme.tables["user"].scale != table.scale).any(1)
     assert moved.tolist() == [s == 1 for s in range(table.num_blocks)]
     assert result.num_changed["item"] == 0
@@ -281,8 +277,7 @@ def test_scales_of_a_small_block_are_held_against_all_of_its_rows() -> None:
     weight = model.tables.embedding_bags["user"].weight.data
     weight[in_block[::2]] *= 0.05
     weight[in_block[1::2]] *= 4
-    nothing = {name: torch.zeros(0, dtype=torch.int64) for name in ROWS}
-    result = refreshed(of, model, YESTERDAY, rows_read=nothing)
+    result = refreshed(of, model, YESTERDAY, rows_read=NOTHING)
     assert bool((result.scheme.tables["user"].scale[1] != table.scale[1]).any())
 
 
@@ -350,9 +345,8 @@ def test_drift_is_said_of_a_scheme_whose_rows_are_read_no_more() -> None:
     for place, (trained, some) in enumerate(((copy.deepcopy(of.model), YESTERDAY), (model, batches))):
         result = refreshed(of, trained, some)
         turned = copy.deepcopy(trained)
-        measure_(
-            turned, some, loss=LOSS, counts=counted(some), turns={n: t.turn for n, t in result.scheme.tables.items()}
-        )
+        turns = {name: table.turn for name, table in result.scheme.tables.items()}
+        measure_(turned, some, loss=LOSS, counts=counted(some), turns=turns)
         by_table = drift(turned, result.scheme, some, loss=LOSS, counts=counted(some))
         assert set(by_table) == set(ROWS)
         assert (sum(by_table.values()) > 0.01) == bool(place)
@@ -360,14 +354,9 @@ def test_drift_is_said_of_a_scheme_whose_rows_are_read_no_more() -> None:
 
 def test_tables_of_another_model_are_refused() -> None:
     of = base()
+    users = replace(of.scheme, tables=dict.fromkeys(ROWS, of.scheme.tables["user"]))
     with pytest.raises(ValueError, match="table 'item'"):
-        delta_(
-            copy.deepcopy(of.model),
-            MixedDimensionScheme({"user": of.scheme.tables["user"], "item": of.scheme.tables["user"]}),
-            *(of.rows, YESTERDAY),
-            loss=LOSS,
-            counts=counted(YESTERDAY),
-        )
+        refreshed(replace(of, scheme=users), of.model, YESTERDAY)
 
 
 def test_rows_that_training_has_read_come_from_torchrecs_tracker() -> None:

@@ -248,7 +248,7 @@ def test_map_takes_the_smallest_dtype(num_blocks: int, dtype: torch.dtype) -> No
 
 
 ENDS, MAP = torch.tensor([0, 4]), torch.zeros(4, dtype=torch.uint8)
-ONE_BLOCK = torch.zeros(1, dtype=torch.int64)
+OF_300, ONE_BLOCK = RowRouting.from_map(torch.arange(300), 300), torch.zeros(1, dtype=torch.int64)
 FOUR_BITS = ColumnCodes(torch.full((1, 2), 4).byte(), torch.ones(1, 2), torch.zeros(1, 2, dtype=torch.int16))
 
 
@@ -265,14 +265,8 @@ FOUR_BITS = ColumnCodes(torch.full((1, 2), 4).byte(), torch.ones(1, 2), torch.ze
         (lambda: RowRouting(4, 2, block_of_row=MAP[:3]), "one block for each of 4 rows"),
         (lambda: RowRouting.from_map(torch.tensor([0, -1]), 2), r"block_of_row: expected values in 0\.\.2"),
         (lambda: RowRouting.from_map(torch.tensor([0, 3]), 2), r"block_of_row: expected values in 0\.\.2"),
-        (
-            lambda: directory_bytes(RowRouting.from_map(torch.arange(300), 300), torch.ones(300).bool()),
-            "at most 255 blocks, got 300",
-        ),
-        (
-            lambda: RowDirectory.of(RowRouting.from_map(torch.arange(300), 300), torch.ones(300).bool()),
-            "at most 255 blocks, got 300",
-        ),
+        (lambda: directory_bytes(OF_300, torch.ones(300).bool()), "at most 255 blocks, got 300"),
+        (lambda: RowDirectory.of(OF_300, torch.ones(300).bool()), "at most 255 blocks, got 300"),
         (lambda: directory(blocks=(1, 0)), "blocks: expected rising numbers in 0..2"),
         (lambda: directory(blocks=(0, 3)), "blocks: expected rising numbers in 0..2"),
         (lambda: directory(blocks=()), "blocks: expected rising numbers in 0..2"),
@@ -294,9 +288,7 @@ def directory(**changes: object) -> RowDirectory:
 
 
 @pytest.mark.parametrize(("num_blocks", "bytes_per_row"), [(5, 1), (300, 2)])
-def test_a_large_table_takes_a_byte_or_two_per_row(
-    monkeypatch: pytest.MonkeyPatch, num_blocks: int, bytes_per_row: int
-) -> None:
+def test_a_large_table_takes_a_byte_or_two_per_row(monkeypatch, num_blocks: int, bytes_per_row: int) -> None:
     monkeypatch.setattr(routing_module, "ROWS_AT_A_TIME", 1000)
     num_rows, generator = 100_500, torch.Generator().manual_seed(0)
     blocks = torch.randint(0, num_blocks + 1, (num_rows,), generator=generator)
@@ -379,16 +371,12 @@ def test_finds_every_row(routing: RowRouting, num_blocks: int, num_rows: int, ha
 
 
 @pytest.mark.parametrize("num_blocks", [5, 255])
-def test_counts_go_on_behind_65536_rows_and_from_chunk_to_chunk(
-    num_blocks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_counts_go_on_behind_65536_rows_and_from_chunk_to_chunk(num_blocks: int, monkeypatch) -> None:
     monkeypatch.setattr(routing_module, "ROWS_AT_A_TIME", 1 << 17)
     torch.manual_seed(0)
     routing = RowRouting.from_map(torch.randint(num_blocks + 1, (150_001,)), num_blocks)
-    directory, order = (
-        RowDirectory.of(routing, torch.ones(routing.num_blocks, dtype=torch.bool)),
-        torch.argsort(routing.all_blocks(), stable=True),
-    )
+    directory = RowDirectory.of(routing, torch.ones(routing.num_blocks, dtype=torch.bool))
+    order = torch.argsort(routing.all_blocks(), stable=True)
     positions = torch.empty_like(order)
     counts = routing.row_counts(include_unassigned=True)
     positions[order] = torch.arange(len(order)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
@@ -594,9 +582,7 @@ def test_constant_columns_are_exact(value: float) -> None:
         codes = ColumnCodes(torch.tensor([[width]]).byte(), fitted.scale[index, None], fitted.shift[index, None])
         block = torch.zeros(5, dtype=torch.int64)
         if width:
-            torch.testing.assert_close(
-                decode_rows(encode_rows(values, block, codes), block, codes), values, rtol=5e-7, atol=0
-            )
+            torch.testing.assert_close(rounded(values, block, codes), values, rtol=5e-7, atol=0)
 
 
 @pytest.mark.parametrize("values_of_one", [[0.12345678] * 9, [0.0] * 9])
@@ -677,12 +663,8 @@ def shrunk(couplings: Tensor) -> Tensor:
     trace = [float(torch.trace(own)) for own in (*couplings, couplings.sum(0))]
     of_table = couplings.sum(0) / (trace[-1] or 1)
     eye = torch.eye(couplings.shape[1], dtype=torch.float64) / couplings.shape[1]
-    return torch.stack(
-        [
-            own / (t or 1) + TABLE_SHARE * of_table + DIAGONAL_SHARE * eye
-            for own, t in zip(couplings, trace, strict=False)
-        ]
-    )
+    shared = TABLE_SHARE * of_table + DIAGONAL_SHARE * eye
+    return torch.stack([own / (t or 1) + shared for own, t in zip(couplings, trace, strict=False)])
 
 
 @settings(max_examples=40, deadline=None)
@@ -693,11 +675,9 @@ def test_it_is_the_move_that_costs_least(num_blocks: int, dim: int, num_rows: in
     couplings, codes = couplings_of(num_blocks, dim, generator), codes_of(num_blocks, dim, generator)
     rows = torch.randn(num_rows, dim, generator=generator)
     blocks = torch.randint(0, num_blocks + 1, (num_rows,), generator=generator)
-    found = rounded(rows, blocks, replace(codes, feedback=feedback_of(couplings, codes.bits)))
-    one_by_one = [
-        rounded(rows[i : i + 1], blocks[i : i + 1], replace(codes, feedback=feedback_of(couplings, codes.bits)))
-        for i in range(num_rows)
-    ]
+    moves = replace(codes, feedback=feedback_of(couplings, codes.bits))
+    found = rounded(rows, blocks, moves)
+    one_by_one = [rounded(rows[i : i + 1], blocks[i : i + 1], moves) for i in range(num_rows)]
     assert torch.equal(found, torch.cat([torch.zeros(0, dim), *one_by_one]))
     for row, block, own in zip(rows, blocks.tolist(), found, strict=True):
         if block == num_blocks:

@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 from torchrec.datasets.utils import Batch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -42,39 +41,22 @@ from dnis_torchrec.search import search as search_module
 from dnis_torchrec.search.search import search
 from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.training.evaluate import evaluate
-from tests.tiny import (
-    QUICK,
-    ROWS,
-    OneOf,
-    Repeatable,
-    Sample,
-    make_batch,
-    make_collection,
-    make_recipe,
-    ranked,
-    samples,
-    to_batch,
-    to_samples,
-    two_sided,
-)
+from examples.models import FactorizationMachine
+from tests import tiny
 
 
-@given(st.lists(samples, min_size=1, max_size=9), st.data(), st.booleans())
-def test_a_slice_holds_just_its_samples(of: list[Sample], data: st.DataObject, weighted: bool) -> None:
+@given(st.lists(tiny.samples, min_size=1, max_size=9), st.data(), st.booleans())
+def test_a_slice_holds_just_its_samples(of: list[tiny.Sample], data: st.DataObject, weighted: bool) -> None:
     first = data.draw(st.integers(0, len(of) - 1))
     last = data.draw(st.integers(first + 1, len(of)))
-    sliced = slice_of(to_batch(of, weighted=weighted), first, last)
+    sliced = slice_of(tiny.to_batch(of, weighted=weighted), first, last)
     assert sliced.sparse_features.stride() == last - first
     assert sliced.sparse_features.lengths().is_contiguous()  # as collectives want it
-    assert to_samples(sliced) == of[first:last]
+    assert tiny.to_samples(sliced) == of[first:last]
 
 
 def test_train_and_validation_are_joined_in_the_same_order_whenever_an_epoch_begins() -> None:
-    frame = {
-        "user": [row % 9 for row in range(200)],
-        "liked": [0.0, 1.0] * 100,
-        "age": [float(age) for age in range(200)],
-    }
+    frame = {"user": [row % 9 for row in range(200)], "liked": [0.0, 1.0] * 100, "age": range(200)}
     data, other = (DataSplits.from_frame(frame, label="liked", ids=["user"], dense=["age"], batch_size=4) for _ in "ab")
     joined = JoinedBatches(data.train, data.validation)
     sizes = [sum(1 for _ in part) for part in (data.train, data.validation)]
@@ -95,15 +77,15 @@ def test_train_and_validation_are_joined_in_the_same_order_whenever_an_epoch_beg
     assert len(places) == sizes[1]
 
 
-@given(st.lists(samples, min_size=1, max_size=9), st.data(), st.booleans())
-def test_samples_are_chosen_one_by_one(of: list[Sample], data: st.DataObject, weighted: bool) -> None:
+@given(st.lists(tiny.samples, min_size=1, max_size=9), st.data(), st.booleans())
+def test_samples_are_chosen_one_by_one(of: list[tiny.Sample], data: st.DataObject, weighted: bool) -> None:
     keeps = data.draw(st.lists(st.booleans(), min_size=len(of), max_size=len(of)).filter(any))
-    chosen = samples_where(to_batch(of, weighted=weighted), torch.tensor(keeps))
-    assert to_samples(chosen) == [sample for sample, keep in zip(of, keeps, strict=True) if keep]
+    chosen = samples_where(tiny.to_batch(of, weighted=weighted), torch.tensor(keeps))
+    assert tiny.to_samples(chosen) == [sample for sample, keep in zip(of, keeps, strict=True) if keep]
 
 
-@given(st.lists(samples, min_size=1, max_size=9), st.data())
-def test_samples_are_seen_where_training_has_seen_all_their_rows(of: list[Sample], data: st.DataObject) -> None:
+@given(st.lists(tiny.samples, min_size=1, max_size=9), st.data())
+def test_samples_are_seen_where_training_has_seen_all_their_rows(of: list[tiny.Sample], data: st.DataObject) -> None:
     rows = 1 + max([0, *(row for _, _, bags in of for bag in bags for row in bag)])
     counts = {name: torch.tensor(data.draw(st.lists(st.integers(0, 1), min_size=rows, max_size=rows))) for name in "ab"}
     tables = [
@@ -111,9 +93,9 @@ def test_samples_are_seen_where_training_has_seen_all_their_rows(of: list[Sample
     ]
     is_seen = [all(counts[n][row] for n, bag in zip("ab", bags, strict=True) for row in bag) for _, _, bags in of]
     for are_seen in (True, False):
-        part = SeenSamples([to_batch(of, weighted=False)], counts, tables, are_seen=are_seen)
+        part = SeenSamples([tiny.to_batch(of, weighted=False)], counts, tables, are_seen=are_seen)
         expected = [sample for sample, seen in zip(of, is_seen, strict=True) if seen == are_seen]
-        assert [sample for batch in part for sample in to_samples(batch)] == expected
+        assert [sample for batch in part for sample in tiny.to_samples(batch)] == expected
 
 
 def test_what_cannot_be_cut_is_refused() -> None:
@@ -129,14 +111,14 @@ def test_what_cannot_be_cut_is_refused() -> None:
         slice_of(Batch(torch.zeros(2, 1), features, torch.zeros(2)), 0, 1)
 
 
-@given(st.lists(samples, min_size=1, max_size=9), st.integers(1, 9), st.integers(1, 3), st.booleans())
-def test_the_parts_are_the_batch(of: list[Sample], num_parts: int, at_least: int, weighted: bool) -> None:
-    parts = list(BatchParts([to_batch(of, weighted=weighted)], num_parts, at_least))
+@given(st.lists(tiny.samples, min_size=1, max_size=9), st.integers(1, 9), st.integers(1, 3), st.booleans())
+def test_the_parts_are_the_batch(of: list[tiny.Sample], num_parts: int, at_least: int, weighted: bool) -> None:
+    parts = list(BatchParts([tiny.to_batch(of, weighted=weighted)], num_parts, at_least))
     sizes = [part.labels.numel() for part in parts]
     assert len(parts) == max(1, min(num_parts, len(of) // at_least))
     assert max(sizes) - min(sizes) <= 1
     assert min(sizes) >= min(at_least, len(of))
-    assert [sample for part in parts for sample in to_samples(part)] == of
+    assert [sample for part in parts for sample in tiny.to_samples(part)] == of
 
 
 @dataclass
@@ -152,7 +134,7 @@ class Counting:
 
 
 def of_rank(batches: Iterable[Batch]) -> RankBatches:
-    return RankBatches(batches, OneOf(0, 2), "train", LEARN)
+    return RankBatches(batches, tiny.OneOf(0, 2), "train", LEARN)
 
 
 @pytest.mark.parametrize("cut", [partial(BatchParts, num_parts=2), of_rank])
@@ -170,34 +152,34 @@ def test_what_is_split_over_ranks_stays_so() -> None:
     own = Counting(splits(of=SAMPLES).train)
     own.is_split_over_ranks = True
     data = DataSplits(train=own, validation=BatchParts(own, 2), selection=[], test=BatchParts([], 2))
-    split = split_over_ranks(data, OneOf(0, 2))
+    split = split_over_ranks(data, tiny.OneOf(0, 2))
     assert (split.train, split.validation) == (own, data.validation)
     assert isinstance(split.test, RankBatches)
     assert all_samples(own) is own
     assert split_over_ranks(data, Ranks()) is data
 
 
-batches = st.lists(st.lists(samples, min_size=1, max_size=9), min_size=1, max_size=4)
+batches = st.lists(st.lists(tiny.samples, min_size=1, max_size=9), min_size=1, max_size=4)
 
 
 @given(batches, st.integers(2, 4))
-def test_learning_takes_equal_slices_on_all_ranks(of: list[list[Sample]], world_size: int) -> None:
-    whole = [to_batch(part, weighted=False) for part in of]
-    taken = [list(RankBatches(whole, OneOf(r, world_size), "train", LEARN)) for r in range(world_size)]
+def test_learning_takes_equal_slices_on_all_ranks(of: list[list[tiny.Sample]], world_size: int) -> None:
+    whole = [tiny.to_batch(part, weighted=False) for part in of]
+    taken = [list(RankBatches(whole, tiny.OneOf(r, world_size), "train", LEARN)) for r in range(world_size)]
     kept = [part for part in of if len(part) >= world_size]
     for own in taken:
         assert [batch.labels.numel() for batch in own] == [len(part) // world_size for part in kept]
     for number, part in enumerate(kept):
-        together = [sample for own in taken for sample in to_samples(own[number])]
+        together = [sample for own in taken for sample in tiny.to_samples(own[number])]
         assert together == part[: len(part) // world_size * world_size]
 
 
 @given(batches, st.integers(2, 4))
-def test_judging_and_counting_leave_nothing_out(of: list[list[Sample]], world_size: int) -> None:
-    whole = [to_batch(part, weighted=False) for part in of]
-    ranks = [OneOf(rank, world_size) for rank in range(world_size)]
+def test_judging_and_counting_leave_nothing_out(of: list[list[tiny.Sample]], world_size: int) -> None:
+    whole = [tiny.to_batch(part, weighted=False) for part in of]
+    ranks = [tiny.OneOf(rank, world_size) for rank in range(world_size)]
     counted = [list(all_samples(RankBatches(whole, own, "train", LEARN))) for own in ranks]
-    together = [sample for own in counted for batch in own for sample in to_samples(batch)]
+    together = [sample for own in counted for batch in own for sample in tiny.to_samples(batch)]
     assert sorted(together) == sorted(sample for part in of for sample in part)
     judged = [RankBatches(whole, own, "test", JUDGE) for own in ranks]
     short = next((number for number, part in enumerate(of) if len(part) < world_size), None)
@@ -207,20 +189,20 @@ def test_judging_and_counting_leave_nothing_out(of: list[list[Sample]], world_si
                 list(own)
     if short is None:
         for number, part in enumerate(of):
-            assert [sample for own in judged for sample in to_samples(list(own)[number])] == part
+            assert [sample for own in judged for sample in tiny.to_samples(list(own)[number])] == part
 
 
 @given(batches, st.integers(2, 4))
-def test_measuring_takes_all_of_what_every_rank_has_a_sample_of(of: list[list[Sample]], world_size: int) -> None:
-    whole = [to_batch(part, weighted=False) for part in of]
-    learned = [RankBatches(whole, OneOf(r, world_size), "train", LEARN) for r in range(world_size)]
+def test_measuring_takes_all_of_what_every_rank_has_a_sample_of(of: list[list[tiny.Sample]], world_size: int) -> None:
+    whole = [tiny.to_batch(part, weighted=False) for part in of]
+    learned = [RankBatches(whole, tiny.OneOf(r, world_size), "train", LEARN) for r in range(world_size)]
     measured = [samples_to_measure(own) for own in learned]
     kept = [part for part in of if len(part) >= world_size]
     for _ in range(2):  # again and again
         taken = [list(own) for own in measured]
         assert [len(own) for own in taken] == [len(kept)] * world_size
         for number, part in enumerate(kept):
-            assert [sample for own in taken for sample in to_samples(own[number])] == part
+            assert [sample for own in taken for sample in tiny.to_samples(own[number])] == part
     assert samples_to_measure(whole) is whole
 
 
@@ -230,27 +212,27 @@ def test_no_sample_of_what_is_learned_on_stays_unchecked(split: str) -> None:
 
     An error that one rank met in training would leave the others waiting.
     """
-    recipe = make_recipe()
-    batch = make_batch(7, seed=0)
+    recipe = tiny.make_recipe()
+    batch = tiny.make_batch(7, seed=0)
     batch.sparse_features.values()[6] = 40
-    data = split_over_ranks(replace(recipe.data, **{split: [batch]}), OneOf(2, 3))
+    data = split_over_ranks(replace(recipe.data, **{split: [batch]}), tiny.OneOf(2, 3))
     with pytest.raises(ValueError, match=r"table 'user', feature 'user'.*: expected ids in 0\.\.39, got 40"):
         count_training_data(data, recipe.loss, table_configs(recipe.model))
 
 
-def splits(*names: str, of: list[Sample]) -> DataSplits:
+def splits(*names: str, of: list[tiny.Sample]) -> DataSplits:
     """The same batch in every split; those named hold it twice."""
-    batch = to_batch(of, weighted=False)
+    batch = tiny.to_batch(of, weighted=False)
     made = {name: [batch] * (1 + (name in names)) for name in ("train", "validation", "selection", "test")}
     return DataSplits(**made)
 
 
-SAMPLES: list[Sample] = [(0.0, 0.0, ((1, 2), ())), (1.0, 1.0, ((3,), (4,)))]
+SAMPLES: list[tiny.Sample] = [(0.0, 0.0, ((1, 2), ())), (1.0, 1.0, ((3,), (4,)))]
 
 
 def test_another_label_id_or_order_is_seen() -> None:
-    def fingerprint(of: list[list[Sample]]) -> int | None:
-        sliced = RankBatches([to_batch(part, weighted=False) for part in of], OneOf(0, 2), "train", LEARN)
+    def fingerprint(of: list[list[tiny.Sample]]) -> int | None:
+        sliced = RankBatches([tiny.to_batch(part, weighted=False) for part in of], tiny.OneOf(0, 2), "train", LEARN)
         assert sliced.fingerprint is None
         list(all_samples(sliced))
         return sliced.fingerprint
@@ -262,7 +244,7 @@ def test_another_label_id_or_order_is_seen() -> None:
 
 
 def test_other_batches_on_another_rank_are_named() -> None:
-    class Talking(OneOf):
+    class Talking(tiny.OneOf):
         def max_(self, values: torch.Tensor) -> torch.Tensor:
             return torch.maximum(values, torch.tensor([5, -5]))
 
@@ -272,7 +254,7 @@ def test_other_batches_on_another_rank_are_named() -> None:
     message = "^train stream: expected the same batches in the same order on every rank, got others$"
     with pytest.raises(ValueError, match=message):
         check_same(data, Talking(0, 2))
-    check_same(data, OneOf(0, 2))
+    check_same(data, tiny.OneOf(0, 2))
 
 
 def fingerprint_of(batches: Iterable[Batch]) -> int:
@@ -283,21 +265,21 @@ def fingerprint_of(batches: Iterable[Batch]) -> int:
     return summary.fingerprint
 
 
-def noted_of(of: list[list[Sample]], ranks: Ranks | None = None) -> int:
+def noted_of(of: list[list[tiny.Sample]], ranks: Ranks | None = None) -> int:
     """The fingerprint of what a rank counts; of one process if None."""
-    whole = [to_batch(part, weighted=False) for part in of]
+    whole = [tiny.to_batch(part, weighted=False) for part in of]
     return fingerprint_of(whole if ranks is None else RankBatches(whole, ranks, "train", LEARN))
 
 
 @given(batches, st.integers(2, 4), st.randoms(use_true_random=False))
 def test_the_same_samples_have_one_fingerprint_however_they_come(
-    of: list[list[Sample]], world_size: int, order
+    of: list[list[tiny.Sample]], world_size: int, order
 ) -> None:
     together = [sample for part in of for sample in part]
     expected = noted_of(of)
     order.shuffle(together)
     assert noted_of([together]) == expected
-    assert sum(noted_of(of, OneOf(rank, world_size)) for rank in range(world_size)) % (1 << 40) == expected
+    assert sum(noted_of(of, tiny.OneOf(rank, world_size)) for rank in range(world_size)) % (1 << 40) == expected
 
 
 def test_other_samples_have_another_fingerprint() -> None:
@@ -318,8 +300,8 @@ def test_other_samples_have_another_fingerprint() -> None:
 
 
 def test_batches_of_two_labels_and_two_sides_are_sliced_and_told_apart() -> None:
-    whole = two_sided(7, seed=1)
-    parts = [list(RankBatches([whole], OneOf(rank, 2), "test", JUDGE)) for rank in range(2)]
+    whole = tiny.two_sided(7, seed=1)
+    parts = [list(RankBatches([whole], tiny.OneOf(rank, 2), "test", JUDGE)) for rank in range(2)]
     first, second = parts[0][0], parts[1][0]
     assert (first.labels.shape, second.labels.shape) == ((3, 2), (4, 2))
     joined = torch.cat([first.labels, second.labels]).nan_to_num(-1)
@@ -339,7 +321,7 @@ def test_batches_of_two_labels_and_two_sides_are_sliced_and_told_apart() -> None
 
 
 def test_a_feature_belongs_to_one_side() -> None:
-    whole = two_sided(4, seed=1)
+    whole = tiny.two_sided(4, seed=1)
     assert features_of(whole).keys() == ["user", "genre"]
     with pytest.raises(ValueError, match=r"^batch: expected features in one KeyedJaggedTensor each, got \['user'\]"):
         features_of(replace(whole, candidates=whole.sparse_features))
@@ -361,7 +343,7 @@ def with_split(recipe: Recipe, name: str, change: Callable[[Batch], Batch], *, l
     """The recipe with the batches of one split changed, or the last one alone."""
     batches = list(getattr(recipe.data, name))
     batches = [*batches[:-1], change(batches[-1])] if last_only else [change(batch) for batch in batches]
-    return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, **{name: Repeatable(batches)}))
+    return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, **{name: tiny.Repeatable(batches)}))
 
 
 def everywhere(recipe: Recipe, change: Callable[[Batch], Batch]) -> Recipe:
@@ -425,23 +407,23 @@ WRONG: list[tuple[Callable[[Batch], Batch], str]] = [
 def test_bad_batches_of_any_split_are_refused_before_training(
     gloo, tmp_path: Path, untrained: None, name: str, change: Callable[[Batch], Batch], message: str
 ) -> None:
-    recipe = with_split(make_recipe(), name, change, last_only=True)
+    recipe = with_split(tiny.make_recipe(), name, change, last_only=True)
     index = len(getattr(recipe.data, name).batches) - 1
     with pytest.raises(ValueError, match=f"^{name} batch {index}{message}"):
-        search(recipe, 4.0, tmp_path, CPU, settings=QUICK)
+        search(recipe, 4.0, tmp_path, CPU, settings=tiny.QUICK)
 
 
 def test_a_batch_without_samples_of_a_later_epoch_is_named() -> None:
-    batches = LookupBatches(Repeatable([make_batch(4, 0), no_samples(make_batch(4, 1))]), "train")
+    batches = LookupBatches(tiny.Repeatable([tiny.make_batch(4, 0), no_samples(tiny.make_batch(4, 1))]), "train")
     with pytest.raises(ValueError, match=r"^train batch 1: expected at least one sample, got none"):
         list(batches)
-    sliced = RankBatches(Repeatable([no_samples(make_batch(4, 1))]), Ranks(), "train", LEARN)
+    sliced = RankBatches(tiny.Repeatable([no_samples(tiny.make_batch(4, 1))]), Ranks(), "train", LEARN)
     with pytest.raises(ValueError, match=r"^train batch 0: expected at least one sample, got none"):
         list(sliced)
 
 
 def test_a_batch_without_samples_is_passed_over_where_it_is_only_judged(gloo) -> None:
-    recipe = make_recipe()
+    recipe = tiny.make_recipe()
     task, batches = TrainTask(recipe.model, recipe.loss), list(recipe.data.test)
     found = evaluate(task, [no_samples(batches[0]), *batches], recipe.loss, CPU)
     assert found == evaluate(task, batches, recipe.loss, CPU)
@@ -459,7 +441,7 @@ class Own(Batch):
 
 
 def test_a_batch_of_a_users_own_is_converted_too() -> None:
-    whole = narrow(torch.uint8)(make_batch(8, 0))
+    whole = narrow(torch.uint8)(tiny.make_batch(8, 0))
     own = Own(whole)
     ready = for_lookup(own)
     assert type(ready) is Own
@@ -469,7 +451,7 @@ def test_a_batch_of_a_users_own_is_converted_too() -> None:
 
 @pytest.mark.parametrize("dtype", INTEGERS)
 def test_ids_of_any_width_are_counted_alike(dtype: torch.dtype) -> None:
-    batch, tables = make_batch(20, 0), make_collection().embedding_bag_configs()
+    batch, tables = tiny.make_batch(20, 0), tiny.make_collection().embedding_bag_configs()
     expected = count_frequencies([batch.sparse_features], tables).counts
     found = count_frequencies([narrow(dtype)(batch).sparse_features], tables).counts
     assert {name: counts.tolist() for name, counts in found.items()} == {n: c.tolist() for n, c in expected.items()}
@@ -477,10 +459,10 @@ def test_ids_of_any_width_are_counted_alike(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.bool])
 def test_ids_that_are_no_integers_are_refused_by_feature(dtype: torch.dtype) -> None:
-    batch = narrow(dtype)(make_batch(20, 0))
+    batch = narrow(dtype)(tiny.make_batch(20, 0))
     message = rf"^table 'user', feature 'user', batch 0: expected integer ids, got {dtype}; hash or number"
     with pytest.raises(ValueError, match=message):
-        count_frequencies([batch.sparse_features], make_collection().embedding_bag_configs())
+        count_frequencies([batch.sparse_features], tiny.make_collection().embedding_bag_configs())
     with pytest.raises(ValueError, match=rf"^features 'user', 'genre': expected integer ids, got {dtype}"):
         for_lookup(batch)
 
@@ -488,33 +470,21 @@ def test_ids_that_are_no_integers_are_refused_by_feature(dtype: torch.dtype) -> 
 def searched(recipe: Recipe, folder: Path) -> tuple[object, ...]:
     """Metrics, history and parameters of a search."""
     torch.manual_seed(0)
-    outcome = search(recipe, 4.0, folder, CPU, settings=QUICK)
+    outcome = search(recipe, 4.0, folder, CPU, settings=tiny.QUICK)
     metrics = evaluate(TrainTask(outcome.model, recipe.loss), recipe.data.test, recipe.loss, CPU)
     return metrics, outcome.history, outcome.scheme.parameters
 
 
 def test_ids_of_any_width_are_searched_and_evaluated_alike(gloo, tmp_path: Path) -> None:
-    expected = searched(make_recipe(), tmp_path / "int64")
-    assert searched(everywhere(make_recipe(), narrow(torch.uint16)), tmp_path / "uint16") == expected
-
-
-class Weighted(nn.Module):
-    """A model of two weighted tables."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        tables = [
-            EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=8, feature_names=[name])
-            for name, rows in ROWS.items()
-        ]
-        self.embedding_bag_collection = EmbeddingBagCollection(tables=tables, is_weighted=True)
-        self.over = nn.Linear(16, 1)
-
-    def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
-        return self.over(self.embedding_bag_collection(sparse_features).values())
+    expected = searched(tiny.make_recipe(), tmp_path / "int64")
+    assert searched(everywhere(tiny.make_recipe(), narrow(torch.uint16)), tmp_path / "uint16") == expected
 
 
 def test_labels_and_weights_of_other_precisions_are_taken(gloo, tmp_path: Path) -> None:
+    tables = [
+        EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=8, feature_names=[name])
+        for name, rows in tiny.ROWS.items()
+    ]
     results = []
     for of_data in (torch.float32, torch.bfloat16):
 
@@ -523,15 +493,20 @@ def test_labels_and_weights_of_other_precisions_are_taken(gloo, tmp_path: Path) 
             return changed(batch, weights=own, labels=batch.labels.to(of_data))
 
         torch.manual_seed(0)
-        recipe = everywhere(dataclasses.replace(make_recipe(), model=Weighted()), change)
+        recipe = everywhere(
+            dataclasses.replace(
+                tiny.make_recipe(), model=FactorizationMachine(EmbeddingBagCollection(tables=tables, is_weighted=True))
+            ),
+            change,
+        )
         results.append(searched(recipe, tmp_path / str(of_data)))
         assert results[-1] == results[0], of_data
 
 
 @given(st.sampled_from(INTEGERS), st.booleans(), st.booleans())
 def test_what_lookups_take_is_left_as_it_is(dtype: torch.dtype, is_weighted: bool, is_ranked: bool) -> None:
-    batch = narrow(dtype)(make_batch(6, 0))
-    batch = ranked(batch, 3) if is_ranked else batch
+    batch = narrow(dtype)(tiny.make_batch(6, 0))
+    batch = tiny.ranked(batch, 3) if is_ranked else batch
     if is_weighted:
         batch = changed(batch, weights=torch.rand(batch.sparse_features.values().numel()))
     ready = for_lookup(batch)

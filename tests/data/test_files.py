@@ -14,20 +14,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from dnis_torchrec.data import files, urls
-from dnis_torchrec.data.files import (
-    FolderKind,
-    NotNegative,
-    check_plain,
-    conform,
-    file_lock,
-    new_folder,
-    parse_json,
-    write_json,
-    write_text,
-    write_whole,
-)
 
-KIND = FolderKind("box", "box.json", "test-box")
+KIND = files.FolderKind("box", "box.json", "test-box")
 
 
 def names_in(folder: Path) -> list[str]:
@@ -35,14 +23,14 @@ def names_in(folder: Path) -> list[str]:
 
 
 def fill(folder: Path, text: str) -> None:
-    write_json(folder / "box.json", {"format": "test-box"})
+    files.write_json(folder / "box.json", {"format": "test-box"})
     (folder / "content").write_text(text)
 
 
 @pytest.mark.parametrize("error", [OSError("full"), KeyboardInterrupt()])
 def test_a_file_that_breaks_off_stays_what_it_was(tmp_path: Path, error: BaseException) -> None:
-    write_text(tmp_path / "a", "old")
-    with pytest.raises(type(error)), write_whole(tmp_path / "a") as unfinished:
+    files.write_text(tmp_path / "a", "old")
+    with pytest.raises(type(error)), files.write_whole(tmp_path / "a") as unfinished:
         unfinished.write_text("new, and half")
         raise error
     assert names_in(tmp_path) == ["a"]
@@ -51,18 +39,18 @@ def test_a_file_that_breaks_off_stays_what_it_was(tmp_path: Path, error: BaseExc
 
 def test_a_file_has_the_mode_that_the_user_wants(tmp_path: Path) -> None:
     (tmp_path / "plain").touch()
-    write_text(tmp_path / "a", "new")
+    files.write_text(tmp_path / "a", "new")
     assert (tmp_path / "a").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
 def test_an_error_names_the_file_itself(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as raised:
-        write_text(tmp_path / "none" / "a", "x")
+        files.write_text(tmp_path / "none" / "a", "x")
     assert raised.value.filename == str(tmp_path / "none" / "a")
 
 
 def test_a_folder_is_put_back_where_the_new_one_cannot_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with new_folder(tmp_path / "box", kind=KIND) as folder:
+    with files.new_folder(tmp_path / "box", kind=KIND) as folder:
         fill(folder, "old")
     rename, calls = os.rename, []
 
@@ -74,17 +62,15 @@ def test_a_folder_is_put_back_where_the_new_one_cannot_come(tmp_path: Path, monk
 
     monkeypatch.setattr(files, "_exchange", lambda *_: False)
     monkeypatch.setattr(files.os, "rename", second_fails)
-    with pytest.raises(OSError, match="no"), new_folder(tmp_path / "box", overwrite=True, kind=KIND) as folder:
+    with pytest.raises(OSError, match="no"), files.new_folder(tmp_path / "box", overwrite=True, kind=KIND) as folder:
         fill(folder, "new")
     assert (tmp_path / "box" / "content").read_text() == "old"
     assert names_in(tmp_path) == ["box"]
 
 
 @pytest.mark.parametrize("exchanges", [True, False])
-def test_a_reader_always_finds_a_folder_where_the_system_exchanges_two(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool
-) -> None:
-    with new_folder(tmp_path / "box", kind=KIND) as folder:
+def test_a_reader_always_finds_a_folder_where_the_system_exchanges_two(tmp_path, monkeypatch, exchanges: bool) -> None:
+    with files.new_folder(tmp_path / "box", kind=KIND) as folder:
         fill(folder, "old")
     if not exchanges:
         monkeypatch.setattr(files, "_exchange", lambda *_: False)
@@ -95,7 +81,7 @@ def test_a_reader_always_finds_a_folder_where_the_system_exchanges_two(
         gone.append(not (tmp_path / "box").exists())
 
     monkeypatch.setattr(files.os, "rename", watched)
-    with new_folder(tmp_path / "box", overwrite=True, kind=KIND) as folder:
+    with files.new_folder(tmp_path / "box", overwrite=True, kind=KIND) as folder:
         fill(folder, "new")
     assert (tmp_path / "box" / "content").read_text() == "new"
     assert names_in(tmp_path) == ["box"]
@@ -103,71 +89,65 @@ def test_a_reader_always_finds_a_folder_where_the_system_exchanges_two(
 
 
 def killed(path: Path) -> None:
-    with new_folder(path, overwrite=True, kind=KIND) as folder:
+    with files.new_folder(path, overwrite=True, kind=KIND) as folder:
         fill(folder, "new")
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_writer_that_is_killed_leaves_the_last_good_state(tmp_path: Path) -> None:
-    with new_folder(tmp_path / "box", kind=KIND) as folder:
+    with files.new_folder(tmp_path / "box", kind=KIND) as folder:
         fill(folder, "old")
     child = multiprocessing.get_context("forkserver").Process(target=killed, args=(tmp_path / "box",))
     child.start()
     child.join()
     assert child.exitcode == -signal.SIGKILL
     assert (tmp_path / "box" / "content").read_text() == "old"
-    with new_folder(tmp_path / "box", overwrite=True, kind=KIND) as folder:
+    with files.new_folder(tmp_path / "box", overwrite=True, kind=KIND) as folder:
         fill(folder, "new")
     assert (tmp_path / "box" / "content").read_text() == "new"
 
 
-def stranger(path: Path) -> None:
-    path.mkdir()
-
-
 def of_another_format(path: Path) -> None:
     path.mkdir()
-    write_json(path / "box.json", {"format": "other"})
+    files.write_json(path / "box.json", {"format": "other"})
 
 
 def link(path: Path) -> None:
-    with new_folder(path.with_name("real"), kind=KIND) as folder:
+    with files.new_folder(path.with_name("real"), kind=KIND) as folder:
         fill(folder, "old")
     path.symlink_to(path.with_name("real"))
 
 
-@pytest.mark.parametrize("make", [stranger, of_another_format, link, Path.touch])
+@pytest.mark.parametrize("make", [Path.mkdir, of_another_format, link, Path.touch])
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_what_is_no_folder_of_its_kind_is_not_replaced(
     tmp_path: Path, make: Callable[[Path], object], overwrite: bool
 ) -> None:
     make(tmp_path / "box")
     before = names_in(tmp_path)
-    with pytest.raises(ValueError, match="^box "), new_folder(tmp_path / "box", overwrite=overwrite, kind=KIND):
+    with pytest.raises(ValueError, match="^box "), files.new_folder(tmp_path / "box", overwrite=overwrite, kind=KIND):
         pass
     assert names_in(tmp_path) == before
 
 
 @pytest.mark.parametrize("make", [lambda p: p.symlink_to("/etc"), lambda p: p.symlink_to("/etc/passwd"), os.mkfifo])
 def test_links_and_special_files_of_others_are_refused_at_any_depth(tmp_path: Path, make: Callable) -> None:
-    check_plain(tmp_path / "none", "folder")
+    files.check_plain(tmp_path / "none", "folder")
     (tmp_path / "deep" / "er").mkdir(parents=True)
     (tmp_path / "deep" / "file").touch()
-    check_plain(tmp_path, "folder")
+    files.check_plain(tmp_path, "folder")
     make(tmp_path / "deep" / "er" / "x")
-    with pytest.raises(
-        ValueError, match="^folder: expected plain files and folders in it, got (the link )?'deep/er/x'"
-    ):
-        check_plain(tmp_path, "folder")
+    with pytest.raises(ValueError, match="^folder: .*'deep/er/x'"):
+        files.check_plain(tmp_path, "folder")
 
 
 def test_a_lock_is_held_by_one_and_names_it(tmp_path: Path) -> None:
-    with file_lock(tmp_path / "lock") as owner:
+    with files.file_lock(tmp_path / "lock") as owner:
         assert owner is None
-        with file_lock(tmp_path / "lock") as other:
+        with files.file_lock(tmp_path / "lock") as other:
             assert other is not None
             assert other.startswith(f"process {os.getpid()} on ")
-    with file_lock(tmp_path / "lock") as owner:
+    with files.file_lock(tmp_path / "lock") as owner:
         assert owner is None
 
 
@@ -175,15 +155,15 @@ def test_a_lock_writes_nowhere_else(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     os.link(tmp_path / "mine", tmp_path / "second")
     (tmp_path / "link").symlink_to(tmp_path / "mine")
-    with file_lock(tmp_path / "second"):
+    with files.file_lock(tmp_path / "second"):
         pass
-    with pytest.raises(OSError), file_lock(tmp_path / "link"):
+    with pytest.raises(OSError), files.file_lock(tmp_path / "link"):
         pass
     assert (tmp_path / "mine").read_text() == "mine"
 
 
 class Head(TypedDict):
-    rows: NotNegative
+    rows: files.NotNegative
     name: NotRequired[str]
 
 
@@ -228,13 +208,13 @@ BAD: list[tuple[Any, Any, str]] = [
 
 @pytest.mark.parametrize(("value", "kind"), GOOD)
 def test_what_conforms_is_let_through(value: Any, kind: Any) -> None:
-    conform(value, kind, "box")
+    files.conform(value, kind, "box")
 
 
 @pytest.mark.parametrize(("value", "kind", "place"), BAD)
 def test_what_does_not_conform_is_named_by_its_field(value: Any, kind: Any, place: str) -> None:
     with pytest.raises(ValueError) as raised:
-        conform(value, kind, "box", remedy="mend it")
+        files.conform(value, kind, "box", remedy="mend it")
     assert str(raised.value).startswith(f"{place}: expected ")
     assert str(raised.value).endswith("; mend it")
     assert len(str(raised.value)) < 200
@@ -246,7 +226,7 @@ def test_what_does_not_conform_is_named_by_its_field(value: Any, kind: Any, plac
 )
 def test_what_is_no_json_is_refused(content: bytes) -> None:
     with pytest.raises(ValueError, match=r"^box: expected "):
-        parse_json(content, Any, "box")
+        files.parse_json(content, Any, "box")
 
 
 # Storage
@@ -258,9 +238,7 @@ def test_a_local_path_is_fetched_as_it_is(tmp_path: Path) -> None:
     assert urls.url_of(tmp_path) is None
 
 
-def test_what_is_fetched_is_fetched_once_and_anew_when_it_has_changed(
-    remote: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_fetched_is_fetched_once_and_anew_when_it_has_changed(remote, monkeypatch) -> None:
     remote.pipe({"/bucket/box/a": b"1", "/bucket/box/deep/b": b"2"})
     first = urls.fetch("memory://bucket/box/")
     assert (first.name, (first / "a").read_bytes(), (first / "deep" / "b").read_bytes()) == ("box", b"1", b"2")
@@ -293,9 +271,7 @@ def test_an_output_is_what_was_there_and_is_published_however_it_ends(remote: Me
     assert not folder.exists()
 
 
-def test_an_output_that_cannot_be_published_is_left_here(
-    remote: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_output_that_cannot_be_published_is_left_here(remote, monkeypatch) -> None:
     def away(*_: object, **__: object) -> None:
         raise ConnectionResetError("no route")
 
@@ -308,9 +284,7 @@ def test_an_output_that_cannot_be_published_is_left_here(
 
 
 @pytest.mark.parametrize("folder", ["memory://bucket/x", "."])
-def test_single_files_are_put_read_listed_and_removed(
-    remote: MemoryFileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
-) -> None:
+def test_single_files_are_put_read_listed_and_removed(remote, tmp_path, monkeypatch, folder: str) -> None:
     monkeypatch.chdir(tmp_path)
     address = urls.path_in(folder, "a")
     assert urls.file_size(address) is None

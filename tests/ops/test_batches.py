@@ -17,15 +17,7 @@ from dnis_torchrec import count_frequencies
 from dnis_torchrec.artifact.load import serve
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.data.over_ranks import count_over_ranks
-from dnis_torchrec.ops.batches import (
-    BagSplitter,
-    FeatureSplit,
-    check_bags,
-    jagged_by_key,
-    offsets_of_rows,
-    readable_bags,
-    select_features,
-)
+from dnis_torchrec.ops import batches
 from dnis_torchrec.ops.packed import bag_offsets, load_operator, names_tensor, torch_bag_offsets
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving.trainable import MixedDimensionEmbeddingBagCollection
@@ -179,9 +171,7 @@ def test_ids_that_are_no_integers_are_refused(form: tuple[str, nn.Module], dtype
 @pytest.mark.parametrize("count", [1, 3])
 def test_weights_have_to_be_as_many_as_ids(name: str, count: int) -> None:
     features = batch("fg", [3, 9], lengths=[1, 0, 0, 1], weights=[0.5] * count)
-    with pytest.raises(
-        ValueError, match=f"features 'f', 'g': expected a weight for each of 2 ids, got {count} weights"
-    ):
+    with pytest.raises(ValueError, match="^features 'f', 'g': expected a weight for each"):
         FORMS[name](scheme_of(is_weighted=True))(features)
 
 
@@ -250,7 +240,7 @@ def test_rows_are_known_in_one_pass() -> None:
     def of(ids: list[int], lengths: list[int], **more: Any) -> list[int] | None:
         more = {name: torch.tensor(numbers) for name, numbers in more.items()}
         features = KeyedJaggedTensor(["f", "g"], torch.tensor(ids).long(), lengths=torch.tensor(lengths), **more)
-        offsets = offsets_of_rows(features, limits)
+        offsets = batches.offsets_of_rows(features, limits)
         return None if offsets is None else offsets.tolist()
 
     assert of([29, 4, 0], [1, 0, 2, 0]) == [0, 1, 1, 3, 3]
@@ -299,7 +289,7 @@ Bags = dict[str, list[list[tuple[int, float]]]]
 HALVES = RowRouting(4, 2, boundaries=torch.tensor([0, 2, 4]))
 
 
-def split_bags(splits: list[FeatureSplit], bags: Bags) -> Bags:
+def split_bags(splits: list[batches.FeatureSplit], bags: Bags) -> Bags:
     """What BagSplitter has to give, id by id."""
     out: Bags = {}
     for split in splits:
@@ -315,7 +305,7 @@ def split_bags(splits: list[FeatureSplit], bags: Bags) -> Bags:
 
 
 @st.composite
-def splits_and_bags(draw: st.DrawFn) -> tuple[list[FeatureSplit], Bags]:
+def splits_and_bags(draw: st.DrawFn) -> tuple[list[batches.FeatureSplit], Bags]:
     shared = [draw(routings()) for _ in range(2)]
     batch_size = draw(st.integers(1, 4))
     splits, rows_of = [], {}
@@ -325,7 +315,7 @@ def splits_and_bags(draw: st.DrawFn) -> tuple[list[FeatureSplit], Bags]:
             f"{index}/{feature}/b{block}" if routing is None or draw(st.integers(0, 3)) else None
             for block in range(1 if routing is None else routing.num_blocks)
         )
-        splits.append(FeatureSplit(feature=feature, keys=keys, routing=routing))
+        splits.append(batches.FeatureSplit(feature=feature, keys=keys, routing=routing))
         num_rows = 99 if routing is None else routing.num_embeddings
         rows_of[feature] = min(num_rows, rows_of.get(feature, 99))
     bags = {}
@@ -342,7 +332,7 @@ def test_equals_python_lists(compiled: bool, case: Any, weighted: bool, dtype: t
     splits, bags = case
     features = keyed_jagged_tensor(bags, weighted=weighted, id_dtype=dtype, length_dtype=of_lengths)
     with operators(compiled):
-        out = BagSplitter(splits)(features)
+        out = batches.BagSplitter(splits)(features)
     expected = split_bags(splits, bags)
     assert out.keys() == list(expected)
     assert out.stride() == features.stride()
@@ -359,7 +349,7 @@ def test_equals_python_lists(compiled: bool, case: Any, weighted: bool, dtype: t
 
 def test_input_stays_as_it_was() -> None:
     features = keyed_jagged_tensor({"f": [[(3, 1.0), (0, 2.0)]]}, weighted=True)
-    BagSplitter([FeatureSplit(feature="f", keys=("a", "b"), routing=HALVES)])(features)
+    batches.BagSplitter([batches.FeatureSplit(feature="f", keys=("a", "b"), routing=HALVES)])(features)
     assert (features.keys(), features.values().tolist(), features.weights().tolist()) == (["f"], [3, 0], [1.0, 2.0])
 
 
@@ -372,7 +362,7 @@ def test_weights_that_learn_keep_their_gradient_and_any_stride_will_do(strided: 
     given = KeyedJaggedTensor(
         keys=features.keys(), values=features.values(), lengths=features.lengths(), weights=learned
     )
-    out = BagSplitter([FeatureSplit(feature="f", keys=("a", "b"), routing=HALVES)])(given)
+    out = batches.BagSplitter([batches.FeatureSplit(feature="f", keys=("a", "b"), routing=HALVES)])(given)
     assert sorted(zip(out.values().tolist(), out.weights().tolist(), strict=True)) == [(0, 2.0), (1, 3.0), (3, 1.0)]
     if not strided:
         out.weights().mul(out.values() + 1).sum().backward()
@@ -383,7 +373,7 @@ def test_more_keys_than_a_small_integer_holds() -> None:
     """The sort runs on int16 while the keys fit; here they do not."""
     routing = RowRouting.from_map(torch.tensor([39_999, 0, 32_768]), 40_000)
     keys = tuple(f"b{block}" for block in range(40_000))
-    out = BagSplitter([FeatureSplit(feature="f", keys=keys, routing=routing)])(
+    out = batches.BagSplitter([batches.FeatureSplit(feature="f", keys=keys, routing=routing)])(
         keyed_jagged_tensor({"f": [[(0, 1.0), (1, 1.0), (2, 1.0)]]})
     )
     assert out.values().tolist() == [1, 2, 0]
@@ -392,14 +382,14 @@ def test_more_keys_than_a_small_integer_holds() -> None:
 
 def test_select_features() -> None:
     features = keyed_jagged_tensor({"a": [[(1, 0.5)], []], "b": [[(2, 1.5)], [(3, 2.5)]]}, weighted=True)
-    assert select_features(features, ["a", "b"]) is features
-    twice = select_features(features, ["b", "a", "b"])
+    assert batches.select_features(features, ["a", "b"]) is features
+    twice = batches.select_features(features, ["b", "a", "b"])
     assert twice.keys() == ["b", "a", "b"]
     assert twice.values().tolist() == [2, 3, 1, 2, 3]
     assert twice.weights().tolist() == [1.5, 2.5, 0.5, 1.5, 2.5]
     assert twice.lengths().tolist() == [1, 1, 1, 0, 1, 1]
     with pytest.raises(ValueError, match=r"feature 'c': expected a known feature, got 'c'; known names: 'a', 'b'"):
-        select_features(features, ["a", "c"])
+        batches.select_features(features, ["a", "c"])
 
 
 def with_strides(keys: str, lengths: list[int], strides: list[int]) -> KeyedJaggedTensor:
@@ -410,24 +400,28 @@ def with_strides(keys: str, lengths: list[int], strides: list[int]) -> KeyedJagg
 
 def other_offsets() -> KeyedJaggedTensor:
     ids, lengths = torch.tensor([1, 2]), torch.tensor([1, 1])
-    check_bags(KeyedJaggedTensor(["f"], ids, lengths=lengths, offsets=torch.tensor([0, 1, 2])))
+    batches.check_bags(KeyedJaggedTensor(["f"], ids, lengths=lengths, offsets=torch.tensor([0, 1, 2])))
     return KeyedJaggedTensor(["f"], ids, lengths=lengths, offsets=torch.tensor([0, 2, 2]))
 
 
-def split_of(*keys: str, routing: RowRouting | None = HALVES) -> FeatureSplit:
-    return FeatureSplit(feature="f", keys=keys, routing=routing)
+def split_of(*keys: str, routing: RowRouting | None = HALVES) -> batches.FeatureSplit:
+    return batches.FeatureSplit(feature="f", keys=keys, routing=routing)
 
 
 REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
-    (lambda: BagSplitter([split_of("a", "b")] * 2), ValueError, ".*output keys"),
+    (lambda: batches.BagSplitter([split_of("a", "b")] * 2), ValueError, ".*output keys"),
     (lambda: split_of("a"), ValueError, "feature 'f'"),
     (lambda: split_of("a", "b", "c"), ValueError, "feature 'f'"),
     (lambda: split_of("a", "b", routing=None), ValueError, "feature 'f'"),
-    (lambda: select_features(with_strides("ab", [1, 1, 1], [2, 1]), ["a"]), NotImplementedError, ".*batch size"),
-    (lambda: readable_bags(["f"], torch.tensor([1]), torch.tensor([0.0, 1.0]), None), ValueError, ".*offsets"),
-    (lambda: readable_bags(["f"], torch.tensor([1]), torch.zeros(0).int(), None), ValueError, ""),
-    (lambda: check_bags(other_offsets()), ValueError, "feature 'f'"),
-    (lambda: check_bags(with_strides("fgh", [1, 0, 1, 1, 7], [2, 1, 2])), ValueError, "feature 'h'"),
+    (
+        lambda: batches.select_features(with_strides("ab", [1, 1, 1], [2, 1]), ["a"]),
+        NotImplementedError,
+        ".*batch size",
+    ),
+    (lambda: batches.readable_bags(["f"], torch.tensor([1]), torch.tensor([0.0, 1.0]), None), ValueError, ".*offsets"),
+    (lambda: batches.readable_bags(["f"], torch.tensor([1]), torch.zeros(0).int(), None), ValueError, ""),
+    (lambda: batches.check_bags(other_offsets()), ValueError, "feature 'f'"),
+    (lambda: batches.check_bags(with_strides("fgh", [1, 0, 1, 1, 7], [2, 1, 2])), ValueError, "feature 'h'"),
 ]
 
 
@@ -456,10 +450,10 @@ def test_bags_by_key_are_those_of_to_dict_where_the_batch_is() -> None:
     features.to_dict()
     moved = features.to(META)
     assert moved.to_dict()["f"].values().device.type == "cpu"  # what torchrec does, and the reason for all this
-    for of_key in jagged_by_key(moved).values():
+    for of_key in batches.jagged_by_key(moved).values():
         assert {of_key.values().device, of_key.lengths().device, of_key.weights().device} == {META}
-    assert jagged_by_key(features) is jagged_by_key(features)  # made once
-    for key, of_key in jagged_by_key(features).items():
+    assert batches.jagged_by_key(features) is batches.jagged_by_key(features)  # made once
+    for key, of_key in batches.jagged_by_key(features).items():
         for part in (JaggedTensor.values, JaggedTensor.lengths, JaggedTensor.weights):
             assert part(of_key).equal(part(expected[key]))
 

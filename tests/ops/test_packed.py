@@ -753,9 +753,7 @@ def test_a_library_that_was_cut_off_is_built_again(tmp_path: Path, cache: Path, 
 
 
 @pytest.mark.parametrize("mended", [True, False])
-def test_a_library_that_cannot_be_loaded_is_built_again_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path, mended: bool
-) -> None:
+def test_a_library_that_cannot_be_loaded_is_built_again_once(tmp_path, monkeypatch, cache: Path, mended: bool) -> None:
     loaded = []
 
     def load_library(library: Path) -> None:
@@ -771,9 +769,7 @@ def test_a_library_that_cannot_be_loaded_is_built_again_once(
     assert loaded == [(cache, "of another machine"), (cache, "library")]
 
 
-def test_what_was_built_elsewhere_does_where_nothing_can_be_built(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path
-) -> None:
+def test_what_was_built_elsewhere_does_where_nothing_can_be_built(tmp_path, monkeypatch, cache: Path) -> None:
     other, library = tmp_path / "select_01234567.so", tmp_path / "packed_01234567.so"
     working = compiler(tmp_path, WORKS)
     monkeypatch.setenv("CXX", "/nowhere/c++")

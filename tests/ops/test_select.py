@@ -77,10 +77,10 @@ def kernels(way: str, tables: Sequence[Tensor] = ()) -> Iterator[str]:
 
 
 @st.composite
-def selections(draw: Any, batch_sizes: Sequence[int] = (0, 1, 7, 37)) -> Selection:
+def selections(draw: Any) -> Selection:
     """Outputs of one piece or several in any order, of several D and tables, empty bags, divisors, unused rows."""
     torch.manual_seed(draw(st.integers(0, 2**31)))
-    batch_size = draw(st.sampled_from(batch_sizes))
+    batch_size = draw(st.sampled_from([0, 1, 7, 37]))
     dims = draw(st.lists(st.sampled_from([0, 1, 3, 8, 37]), min_size=1, max_size=4))
     num_rows = {dim: draw(st.integers(1, 40)) for dim in dims}
     begins, begin = {}, 0
@@ -128,32 +128,7 @@ def select(case: Selection, learns: Sequence[bool] = (True, True)) -> tuple[list
     return [value, *(leaf.grad for leaf in leaves if leaf.grad is not None)], flags
 
 
-def select_naively(case: Selection, learns: Sequence[bool]) -> list[Tensor]:
-    """The equation at the top of select.cpp, a piece at a time, by autograd."""
-    bag_sums, alphas = leaves = leaves_of(case, learns)
-    out = torch.zeros_like(case.coefficients)
-    for k, (in_column, out_column, dim, begin, output, *_) in enumerate(case.layout.tolist()):
-        places = begin + case.rows[:, k, None].long().clamp(min=0) * dim + torch.arange(dim)
-        term = bag_sums[:, in_column : in_column + dim] * alphas[places] * (case.rows[:, k, None] >= 0)
-        term = term if case.divisors is None else term / case.divisors[:, output, None]
-        out = out.index_add(1, torch.arange(out_column, out_column + dim), term)
-    (out * case.coefficients).sum().backward()
-    return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
-
-
 LEARNS = [(True, False), (False, True), (True, True)]
-
-
-@pytest.mark.parametrize("learns", LEARNS)
-@given(case=selections(batch_sizes=(0, 1, 7, 70, 600)))
-def test_selection_and_its_gradients(learns: tuple[bool, bool], case: Selection) -> None:
-    exact = case.to("cpu", torch.float64)
-    for k, (column, _, dim, *_) in enumerate(case.layout.tolist()):
-        exact.bag_sums[:, column : column + dim] *= exact.rows[:, k, None] >= 0  # the sums of empty bags are 0
-    found, flags = select(exact, learns)
-    for part, expected in zip(found, select_naively(exact, learns), strict=True):
-        torch.testing.assert_close(part, expected)
-    assert flags == ([True] if learns[0] else [])
 
 
 @pytest.mark.parametrize("way", KERNEL_WAYS)

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import dnis_torchrec as dnis
-from dnis_torchrec.search.settings import SearchSettings
-from tests.tiny import make_recipe
+from tests.tiny import QUICK, make_recipe
 
 
 class Terminal(io.StringIO):
@@ -23,7 +22,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, kind: type[io.StringIO]) -> tuple[str
     """What a search and a compression show on standard error."""
     texts = []
     for work in (
-        lambda recipe: dnis.search(recipe, compression=4, settings=SearchSettings(epochs=1)),
+        lambda recipe: dnis.search(recipe, compression=4, settings=QUICK),
         lambda recipe: dnis.compress(recipe.model, recipe.data.train, loss=recipe.loss, compression=4),
     ):
         monkeypatch.setattr(sys, "stderr", kind())
@@ -43,9 +42,7 @@ def test_calls_show_progress_and_end_in_a_sentence_on_a_terminal(monkeypatch: py
         assert "uncompressed" in sentence
 
 
-def test_elsewhere_they_show_nothing_but_log_it(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_elsewhere_they_show_nothing_but_log_it(monkeypatch, caplog) -> None:
     with caplog.at_level(logging.INFO, "dnis_torchrec"):
         assert shown(monkeypatch, io.StringIO) == ("", "")
     messages = [record.getMessage() for record in caplog.records]

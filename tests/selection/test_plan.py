@@ -137,13 +137,7 @@ def test_a_plan_that_torchrec_pools_wrongly_is_refused_and_no_other(gloo: dist.P
     rows = {("row_wise",) * 3}
     are_means_whole = {kinds for kinds in itertools.product(ALL, repeat=3) if {kinds[0], kinds[2]} == {"table_wise"}}
     assert {kinds for kinds, _ in refused} == set(itertools.product(ALL, repeat=3)) - are_means_whole - rows
-    messages = dict(refused)
-    assert messages["grid_shard", "table_wise", "table_wise"].startswith(
-        "sharding plan, table 'a': expected SUM under grid_shard, got MEAN; shard it table_wise or column_wise"
-    )
-    assert messages["row_wise", "table_wise", "row_wise"].startswith(
-        "sharding plan, table 'a': expected all tables of 'ebc' row-wise beside a row-wise MEAN table, got others: "
-    )
+    assert all(message.startswith("sharding plan, table ") for _, message in refused)
 
 
 def test_the_planner_leaves_mean_tables_whole(gloo: dist.ProcessGroup) -> None:
@@ -178,9 +172,7 @@ def test_tables_on_meta_are_initialised_by_torchrec(gloo: dist.ProcessGroup) -> 
         (1, "column_wise", 4, True),
     ],
 )
-def test_rows_suffice_for_the_ranks_or_are_said_not_to(
-    gloo: dist.ProcessGroup, rows: int, kind: str, world_size: int, fits: bool
-) -> None:
+def test_rows_suffice_for_the_ranks_or_are_said_not_to(gloo, rows: int, kind: str, world_size: int, fits: bool) -> None:
     if fits:
         model, plan = plan_for(rows, kind, world_size, 2)
         check_sharding_plan(plan, model, CPU, world_size, 2)
@@ -209,11 +201,6 @@ def test_a_plan_for_another_world_size_is_refused(
         check_sharding_plan(plan, model, CPU, *used_on)
 
 
-def of_other_rows() -> None:
-    plan = plan_for(41, "row_wise", 2, 2)[1]
-    check_sharding_plan(plan, plan_for(40, "row_wise", 2, 2)[0], CPU, 2, 2)
-
-
 def with_a_feature_of_two_tables() -> None:
     model = trained()
     model.other = EmbeddingBagCollection(
@@ -231,16 +218,13 @@ def without_a_process_group() -> None:
 CACHED = {"user": ParameterConstraints(compute_kernels=["fused_uvm_caching"])}
 MANAGED = r"FQN 'tables\._embedding_module'"
 REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
-    (of_other_rows, ValueError, "sharding plan, table 't'"),
-    (
-        lambda: check_sharding_plan(plan_for(41, "row_wise", 2, 2)[1], nn.ModuleDict({"ec": make_model()}), CPU, 2, 2),
-        ValueError,
-        "sharding plan, FQN 'ebc'",
-    ),
-    (
-        lambda: check_sharding_plan(plan_for(41, "row_wise", 2, 2)[1], make_model(), CPU, 2, 2),
-        ValueError,
-        "sharding plan, table 'user'",
+    *(
+        (lambda make=make: check_sharding_plan(plan_for(41, "row_wise", 2, 2)[1], make(), CPU, 2, 2), ValueError, place)
+        for make, place in (
+            (lambda: plan_for(40, "row_wise", 2, 2)[0], "sharding plan, table 't'"),
+            (lambda: nn.ModuleDict({"ec": make_model()}), "sharding plan, FQN 'ebc'"),
+            (make_model, "sharding plan, table 'user'"),
+        )
     ),
     (without_a_process_group, RuntimeError, "sharding"),
     (lambda: make_sharding_plan(make_model(), CPU, SHARDERS, constraints=CACHED), ValueError, ".*table 'user'"),
@@ -252,9 +236,7 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("call", "kind", "place"), REFUSED)
-def test_what_cannot_be_sharded_is_refused(
-    gloo: dist.ProcessGroup, call: Callable[[], object], kind: type[Exception], place: str
-) -> None:
+def test_what_cannot_be_sharded_is_refused(gloo, call: Callable[[], object], kind: type[Exception], place: str) -> None:
     with pytest.raises(kind, match=f"^{place}"):
         call()
 
@@ -267,9 +249,7 @@ class TwoDimensional(DMPCollection):
         self._dmp_wrapped_module = module
 
 
-def test_two_dimensional_parallelism_is_refused_before_any_collective(
-    gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_dimensional_parallelism_is_refused_before_any_collective(gloo, monkeypatch) -> None:
     recipe = make_recipe()
     model = TwoDimensional(prepare_(recipe.model, blocks_of(recipe.model, recipe.data.train)))
     for collective in ("all_reduce", "all_gather", "all_gather_object", "broadcast", "barrier"):
@@ -480,17 +460,14 @@ def test_multi_probe_modules_that_learn_are_counted_as_they_look_up() -> None:
 
 def test_a_remapping_without_ids_is_refused() -> None:
     model = Model()
+    blocks = counted(trained())[1]
     for attempt in (
         lambda: remap(model, BATCHES[0].sparse_features),
         lambda: measure_(model, BATCHES, loss=nn.MSELoss()),
+        lambda: prepare_(model, blocks),
     ):
-        with pytest.raises(
-            ValueError, match=r"FQN 'tables', table 'user': expected ids that have rows.* train the model"
-        ):
+        with pytest.raises(ValueError, match=r"table 'user': expected ids that have rows"):
             attempt()
-    blocks = counted(trained())[1]
-    with pytest.raises(ValueError, match="expected ids that have rows"):
-        prepare_(model, blocks)
     assert type(model.tables._embedding_module) is EmbeddingBagCollection
 
 

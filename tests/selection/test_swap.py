@@ -33,6 +33,7 @@ import dnis_torchrec as dnis
 from dnis_torchrec import BilevelStream, BilevelTrainPipeline, LevelSchedule
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts
+from dnis_torchrec.selection import wrapper
 from dnis_torchrec.selection.plan import (
     CpuEmbeddingBagCollectionSharder,
     default_sharders,
@@ -41,35 +42,11 @@ from dnis_torchrec.selection.plan import (
 )
 from dnis_torchrec.selection.shards import collections, local_shards
 from dnis_torchrec.selection.swap import fold_, merge_, prepare_, unshard_
-from dnis_torchrec.selection.wrapper import (
-    SoftSelectionEmbeddingBagCollection,
-    plain_state_dict,
-    soft_selection_modules,
-)
-from tests.models import (
-    BATCH_SIZE,
-    MODELS,
-    MULTI_HOT,
-    NAMES,
-    ROWS,
-    SHARDING_TYPES,
-    TwoCollections,
-    alpha_of,
-    blocks_for,
-    blocks_of,
-    collection,
-    dlrm,
-    features,
-    interest,
-    make_batch,
-    predict,
-    randomise_alpha_,
-    shard_as,
-    tables,
-)
+from tests import models
+from tests.models import collection, features
 from tests.selection.shard_cases import shard_by
 
-every_model = pytest.mark.parametrize("name", list(MODELS))
+every_model = pytest.mark.parametrize("name", list(models.MODELS))
 
 
 def structure(model: nn.Module) -> dict[str, str]:
@@ -97,58 +74,58 @@ def assert_plain_again(merged: nn.Module, original: nn.Module) -> None:
 
 @every_model
 def test_preparing_changes_no_output_and_shares_the_weights(name: str) -> None:
-    model = MODELS[name]()
-    expected = predict(model)
+    model = models.MODELS[name]()
+    expected = models.predict(model)
     storages = {(fqn, s.table): s.weight.data_ptr() for fqn, m in collections(model).items() for s in local_shards(m)}
-    prepared = prepare_(model, blocks_for(model))
+    prepared = prepare_(model, models.blocks_for(model))
     assert (prepared is model) == (name != "bare")
-    torch.testing.assert_close(predict(prepared), expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(models.predict(prepared), expected, atol=1e-6, rtol=0)
     wrapped = collections(prepared)
-    assert all(isinstance(m, SoftSelectionEmbeddingBagCollection) for m in wrapped.values())
+    assert all(isinstance(m, wrapper.SoftSelectionEmbeddingBagCollection) for m in wrapped.values())
     assert {(fqn, s.table): s.weight.data_ptr() for fqn, m in wrapped.items() for s in local_shards(m)} == storages
 
 
 @every_model
-@pytest.mark.parametrize("sharding_type", [None, *SHARDING_TYPES])
+@pytest.mark.parametrize("sharding_type", [None, *models.SHARDING_TYPES])
 @pytest.mark.parametrize("searched", [True, False])
 @pytest.mark.usefixtures("gloo")
 def test_the_plain_model_comes_back_and_computes_the_same(name: str, sharding_type: str | None, searched: bool) -> None:
-    model = MODELS[name]()
+    model = models.MODELS[name]()
     original = copy.deepcopy(model)
     if searched:
-        model = prepare_(model, blocks_for(model))
-        randomise_alpha_(model)
-        assert not torch.allclose(predict(model), predict(original), atol=1e-4)
-    expected = [predict(model, seed) for seed in range(3)]
+        model = prepare_(model, models.blocks_for(model))
+        models.randomise_alpha_(model)
+        assert not torch.allclose(models.predict(model), models.predict(original), atol=1e-4)
+    expected = [models.predict(model, seed) for seed in range(3)]
     if sharding_type is not None:
-        model = shard_as(model, sharding_type)
+        model = models.shard_as(model, sharding_type)
         assert isinstance(model, DistributedModelParallel)
-        torch.testing.assert_close(predict(model, 0), expected[0], atol=1e-6, rtol=0)
+        torch.testing.assert_close(models.predict(model, 0), expected[0], atol=1e-6, rtol=0)
     plain = merge_(model) if searched else unshard_(model)
     for seed in range(3):
-        torch.testing.assert_close(predict(plain, seed), expected[seed], atol=1e-6, rtol=0)
+        torch.testing.assert_close(models.predict(plain, seed), expected[seed], atol=1e-6, rtol=0)
     assert_plain_again(plain, original)
-    assert soft_selection_modules(plain) == {}
+    assert wrapper.soft_selection_modules(plain) == {}
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_the_mode_survives(training: bool) -> None:
-    model = dlrm().train(training)
-    prepared = prepare_(model, blocks_for(model))
+    model = models.dlrm().train(training)
+    prepared = prepare_(model, models.blocks_for(model))
     assert {module.training for module in prepared.modules()} == {training}
     assert {module.training for module in merge_(prepared).modules()} == {training}
 
 
 @pytest.mark.parametrize("sharding_type", [None, "table_wise"])
 def test_only_the_named_collections_are_wrapped(gloo, sharding_type: str | None) -> None:
-    model = TwoCollections()
-    expected = predict(model)
-    prepare_(model, blocks_for(model), fqns=["module.second"])
-    assert list(soft_selection_modules(model)) == ["module.second"]
+    model = models.TwoCollections()
+    expected = models.predict(model)
+    prepare_(model, models.blocks_for(model), fqns=["module.second"])
+    assert list(wrapper.soft_selection_modules(model)) == ["module.second"]
     assert type(model.first) is EmbeddingBagCollection
-    merged = merge_(model if sharding_type is None else shard_as(model, sharding_type))
+    merged = merge_(model if sharding_type is None else models.shard_as(model, sharding_type))
     assert {type(module) for module in collections(merged).values()} == {EmbeddingBagCollection}
-    torch.testing.assert_close(predict(merged), expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(models.predict(merged), expected, atol=1e-6, rtol=0)
 
 
 class Clamped(nn.Module):
@@ -172,12 +149,14 @@ class Clamp(nn.Module):
 
 def test_a_model_merged_in_the_middle_of_a_pipeline_reads_the_bags_it_is_given(gloo) -> None:
     model = Clamped()
-    sharded = shard_as(prepare_(model, blocks_for(model)), "data_parallel")
+    sharded = models.shard_as(prepare_(model, models.blocks_for(model)), "data_parallel")
     optimizer = KeyedOptimizerWrapper(
         dict(sharded.named_parameters()), lambda parameters: torch.optim.SGD(parameters, lr=0.1)
     )
     pipeline = BilevelTrainPipeline(sharded, optimizer, torch.device("cpu"))
-    batches = [Batch(torch.zeros(BATCH_SIZE, 0), features(seed), torch.zeros(BATCH_SIZE)) for seed in range(6)]
+    batches = [
+        Batch(torch.zeros(models.BATCH_SIZE, 0), features(seed), torch.zeros(models.BATCH_SIZE)) for seed in range(6)
+    ]
     stream = BilevelStream(batches, batches, LevelSchedule(warm_up_steps=1))
     for _ in range(4):
         pipeline.progress(stream)
@@ -189,13 +168,13 @@ def test_a_model_merged_in_the_middle_of_a_pipeline_reads_the_bags_it_is_given(g
 
 
 def test_multi_hot_features_are_split_and_others_are_not() -> None:
-    model = TwoCollections()
-    prepare_(model, blocks_for(model), multi_hot_features=[f"{MULTI_HOT}_id", "movie_id"])
-    outputs = {o.feature: o.is_multi_hot for m in soft_selection_modules(model).values() for o in m.outputs}
+    model = models.TwoCollections()
+    prepare_(model, models.blocks_for(model), multi_hot_features=[f"{models.MULTI_HOT}_id", "movie_id"])
+    outputs = {o.feature: o.is_multi_hot for m in wrapper.soft_selection_modules(model).values() for o in m.outputs}
     assert outputs == {"user_id": False, "genre_id": True, "movie_id": True}
-    model = TwoCollections()
-    prepare_(model, blocks_for(model))  # as counted
-    outputs = {o.feature: o.is_multi_hot for m in soft_selection_modules(model).values() for o in m.outputs}
+    model = models.TwoCollections()
+    prepare_(model, models.blocks_for(model))  # as counted
+    outputs = {o.feature: o.is_multi_hot for m in wrapper.soft_selection_modules(model).values() for o in m.outputs}
     assert outputs == {"user_id": False, "genre_id": True, "movie_id": False}
 
 
@@ -210,7 +189,7 @@ def check_refused(model: nn.Module, blocks: RowBlocks, error: type[Exception], p
 
 
 def blocks_of_rows(**rows: int) -> RowBlocks:
-    configs = [replace(config, num_embeddings=rows[config.name]) for config in tables(*rows)]
+    configs = [replace(config, num_embeddings=rows[config.name]) for config in models.tables(*rows)]
     counts = {name: torch.arange(number) for name, number in rows.items()}
     return blocks_from_counts(FrequencyCounts(counts, {}, 1), configs)
 
@@ -222,16 +201,16 @@ SHORT_MOVIE = WITHOUT_MOVIE | {"movie": 4}
 @pytest.mark.parametrize(
     ("build", "rows", "error", "place", "options"),
     [
-        (TwoCollections, None, ValueError, "FQN 'fisrt'", {"fqns": ["first", "fisrt"]}),
-        (TwoCollections, None, ValueError, "FQN 'over'", {"fqns": ["over"]}),
-        (TwoCollections, None, ValueError, "fqns", {"fqns": []}),
-        (TwoCollections, None, ValueError, "feature 'gerne_id'", {"multi_hot_features": ["gerne_id"]}),
+        (models.TwoCollections, None, ValueError, "FQN 'fisrt'", {"fqns": ["first", "fisrt"]}),
+        (models.TwoCollections, None, ValueError, "FQN 'over'", {"fqns": ["over"]}),
+        (models.TwoCollections, None, ValueError, "fqns", {"fqns": []}),
+        (models.TwoCollections, None, ValueError, "feature 'gerne_id'", {"multi_hot_features": ["gerne_id"]}),
         (lambda: nn.Linear(1, 1), WITHOUT_MOVIE, ValueError, "prepare_", {}),
-        (TwoCollections, WITHOUT_MOVIE, ValueError, "table 'movie'", {}),
-        (TwoCollections, SHORT_MOVIE, ValueError, "table 'movie'", {}),
+        (models.TwoCollections, WITHOUT_MOVIE, ValueError, "table 'movie'", {}),
+        (models.TwoCollections, SHORT_MOVIE, ValueError, "table 'movie'", {}),
         (lambda: nn.ModuleDict({"one": collection(), "two": collection()}), SHORT_MOVIE, ValueError, "table names", {}),
-        (lambda: prepare_(dlrm(), blocks_for(dlrm())), SHORT_MOVIE, RuntimeError, "prepare_", {}),
-        (lambda: shard_as(dlrm(), "table_wise"), SHORT_MOVIE, RuntimeError, "FQN ", {}),
+        (lambda: prepare_(models.dlrm(), models.blocks_for(models.dlrm())), SHORT_MOVIE, RuntimeError, "prepare_", {}),
+        (lambda: models.shard_as(models.dlrm(), "table_wise"), SHORT_MOVIE, RuntimeError, "FQN ", {}),
     ],
 )
 @pytest.mark.usefixtures("gloo")
@@ -240,13 +219,13 @@ def test_what_cannot_be_prepared(
 ) -> None:
     """Found in the second collection, too, before the first is wrapped."""
     model = build()
-    check_refused(model, blocks_of_rows(**rows) if rows else blocks_for(model), error, place, **options)
+    check_refused(model, blocks_of_rows(**rows) if rows else models.blocks_for(model), error, place, **options)
 
 
 def test_what_was_never_prepared_cannot_be_merged() -> None:
     for function in (merge_, fold_):
         with pytest.raises(RuntimeError, match="merge_"):
-            function(dlrm())
+            function(models.dlrm())
 
 
 class Tied(nn.Module):
@@ -254,7 +233,7 @@ class Tied(nn.Module):
 
     def __init__(self, device: str = "cpu") -> None:
         super().__init__()
-        twelve = [replace(config, num_embeddings=12) for config in tables("user", "movie", "genre")]
+        twelve = [replace(config, num_embeddings=12) for config in models.tables("user", "movie", "genre")]
         self.one = EmbeddingBagCollection(tables=twelve[:2], device=torch.device(device))
         self.two = EmbeddingBagCollection(tables=twelve[2:], device=torch.device(device))
         self.over = nn.Linear(8, 12, device=device)
@@ -268,16 +247,8 @@ class Tied(nn.Module):
         return blocks_from_counts(FrequencyCounts({name: torch.arange(12) for name in self.bags}, {}, 1), configs)
 
 
-def tie_tables_of_one(model: Tied) -> None:
-    model.bags["movie"].weight = model.bags["user"].weight
-
-
 def tie_tables_of_two(model: Tied) -> None:
     model.bags["genre"].weight = nn.Parameter(model.bags["user"].weight.data)
-
-
-def hold_one_table_twice(model: Tied) -> None:
-    model.two.embedding_bags["genre"] = model.one.embedding_bags["movie"]
 
 
 def tie_table_and_layer(model: Tied) -> None:
@@ -287,11 +258,21 @@ def tie_table_and_layer(model: Tied) -> None:
 @pytest.mark.parametrize(
     ("tie", "fqns", "table", "other"),
     [
-        (tie_tables_of_one, None, "user", "one.embedding_bags.movie"),
+        (
+            lambda model: setattr(model.bags["movie"], "weight", model.bags["user"].weight),
+            None,
+            "user",
+            "one.embedding_bags.movie",
+        ),
         (tie_tables_of_two, None, "user", "two.embedding_bags.genre"),
         (tie_tables_of_two, ["one"], "user", "two.embedding_bags.genre"),
         (tie_tables_of_two, ["two"], "genre", "one.embedding_bags.user"),
-        (hold_one_table_twice, None, "movie", "two.embedding_bags.genre"),
+        (
+            lambda model: model.two.embedding_bags.update({"genre": model.one.embedding_bags["movie"]}),
+            None,
+            "movie",
+            "two.embedding_bags.genre",
+        ),
         (tie_table_and_layer, None, "genre", "over"),
     ],
 )
@@ -303,13 +284,13 @@ def test_tables_that_share_weights(tie: Callable[[Tied], None], fqns: list[str] 
     check_refused(model, model.blocks(), ValueError, place, fqns=fqns)
     if tie is tie_table_and_layer:
         prepare_(model, model.blocks(), fqns=["one"])
-        assert list(soft_selection_modules(model)) == ["one"]
+        assert list(wrapper.soft_selection_modules(model)) == ["one"]
 
 
 def test_tables_without_memory_are_told_apart() -> None:
     model = Tied("meta")
     prepare_(model, model.blocks())
-    assert list(soft_selection_modules(model)) == ["one", "two"]
+    assert list(wrapper.soft_selection_modules(model)) == ["one", "two"]
     model = Tied("meta")
     model.bags["genre"].weight = model.bags["user"].weight
     check_refused(model, model.blocks(), ValueError, "table 'user'")
@@ -323,19 +304,19 @@ class SeveralRanks:
 
 @pytest.mark.usefixtures("gloo")
 def test_a_model_over_several_ranks_is_folded_where_it_is() -> None:
-    sharded = shard_as(prepare_(dlrm(), blocks_for(dlrm())), "table_wise")
-    randomise_alpha_(sharded)
-    expected = predict(sharded)
-    [wrapper] = soft_selection_modules(sharded).values()
-    wrapper.embedding_bag_collection._env = SeveralRanks
+    sharded = models.shard_as(prepare_(models.dlrm(), models.blocks_for(models.dlrm())), "table_wise")
+    models.randomise_alpha_(sharded)
+    expected = models.predict(sharded)
+    [own] = wrapper.soft_selection_modules(sharded).values()
+    own.embedding_bag_collection._env = SeveralRanks
     assert merge_(sharded) is sharded
-    assert (alpha_of(sharded).of(8) == 1).all()
-    torch.testing.assert_close(predict(sharded), expected, atol=1e-6, rtol=0)
+    assert (models.alpha_of(sharded).of(8) == 1).all()
+    torch.testing.assert_close(models.predict(sharded), expected, atol=1e-6, rtol=0)
 
 
 @pytest.mark.usefixtures("gloo")
 def test_a_model_over_several_ranks_cannot_be_unsharded() -> None:
-    sharded = shard_as(TwoCollections(), "table_wise")
+    sharded = models.shard_as(models.TwoCollections(), "table_wise")
     sharded.get_submodule(next(n for n, _ in sharded.named_modules() if n.endswith("second")))._env = SeveralRanks
     with pytest.raises(NotImplementedError, match=r"FQN 'module\.second': supported is world size 1, got 2"):
         unshard_(sharded)
@@ -347,7 +328,7 @@ def test_merging_makes_sequence_embeddings_plain_too(gloo: object, kind: str) ->
     model = nn.ModuleDict({"pooled": collection(), "sequence": EmbeddingCollection(tables=[config])})
     expected = model["sequence"](features())["movie_id"].values().detach()
     sharders = [CpuEmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
-    prepared = prepare_(model, blocks_for(model), fqns=["pooled"])
+    prepared = prepare_(model, models.blocks_for(model), fqns=["pooled"])
     constraints = {"sequence": ParameterConstraints(sharding_types=[kind])}
     plan = make_sharding_plan(prepared, torch.device("cpu"), sharders, constraints=constraints)
     merged = merge_(shard_model(prepared, torch.device("cpu"), plan, sharders))
@@ -360,7 +341,10 @@ def test_merging_makes_sequence_embeddings_plain_too(gloo: object, kind: str) ->
 def test_merging_names_what_stays_sharded(gloo: object) -> None:
     beside = nn.EmbeddingBag(8, 4, mode="sum", include_last_offset=True)
     model = nn.ModuleDict({"pooled": collection(), "beside": beside, "over": nn.Linear(1, 1)})
-    prepared, sharders = prepare_(model, blocks_for(model)), [EmbeddingBagCollectionSharder(), EmbeddingBagSharder()]
+    prepared, sharders = (
+        prepare_(model, models.blocks_for(model)),
+        [EmbeddingBagCollectionSharder(), EmbeddingBagSharder()],
+    )
     sharded = DistributedModelParallel(prepared, device=torch.device("cpu"), sharders=sharders)
     with pytest.warns(UserWarning, match="some modules stay sharded, got {'beside': 'ShardedEmbeddingBag'}"):
         merged = merge_(sharded)
@@ -371,8 +355,8 @@ def test_a_model_in_distributed_data_parallel_is_prepared_inside_of_it(gloo) -> 
     model, kjt = nn.ModuleDict({"ebc": collection()}), features()
     expected = model["ebc"](kjt).values()
     wrapped = nn.parallel.DistributedDataParallel(model)
-    assert prepare_(wrapped, blocks_for(model)) is wrapped
-    assert list(soft_selection_modules(wrapped)) == ["ebc"]
+    assert prepare_(wrapped, models.blocks_for(model)) is wrapped
+    assert list(wrapper.soft_selection_modules(wrapped)) == ["ebc"]
     torch.testing.assert_close(model["ebc"](kjt).values(), expected)
     assert type(merge_(wrapped)["ebc"]) is EmbeddingBagCollection
 
@@ -384,20 +368,20 @@ def prepared_and_plain(name: str, sharding_type: str | None) -> tuple[nn.Module,
     """Two models of other weights, one with alpha below 1; the one of sequences is `interest`."""
     if name == "sequences":
         return interest_model(sharding_type, is_prepared=True), interest_model(sharding_type, is_prepared=False)
-    plain, prepared = MODELS[name](), MODELS[name]()
-    prepared = prepare_(prepared, blocks_for(prepared))
-    randomise_alpha_(prepared)
+    plain, prepared = models.MODELS[name](), models.MODELS[name]()
+    prepared = prepare_(prepared, models.blocks_for(prepared))
+    models.randomise_alpha_(prepared)
     if sharding_type is None:
         return prepared, plain
-    return shard_as(prepared, sharding_type), shard_as(plain, sharding_type)
+    return models.shard_as(prepared, sharding_type), models.shard_as(plain, sharding_type)
 
 
 def interest_model(kind: str | None, *, is_prepared: bool) -> nn.Module:
     """Prepared ones have weights of their own, and alpha below 1."""
-    built = interest()
+    built = models.interest()
     if is_prepared:
-        prepare_(built, blocks_of(built, [make_batch(0)]))
-        alpha = soft_selection_modules(built)["sequences"].alpha
+        prepare_(built, models.blocks_of(built, [models.make_batch(0)]))
+        alpha = wrapper.soft_selection_modules(built)["sequences"].alpha
         for weight in [*built.parameters(), *map(alpha.of, alpha.dims)]:
             weight.detach().mul_(0.5)
     if kind is None:
@@ -408,8 +392,8 @@ def interest_model(kind: str | None, *, is_prepared: bool) -> nn.Module:
 def predict_any(model: nn.Module) -> Tensor:
     """`predict`, also of `interest`."""
     if "sequences" not in dict(get_unwrapped_module(model).named_children()):
-        return predict(model)
-    batch = make_batch(1)
+        return models.predict(model)
+    batch = models.make_batch(1)
     return get_unwrapped_module(model)(batch.dense_features, batch.sparse_features).detach()
 
 
@@ -426,8 +410,8 @@ def states(*names: str) -> Callable:
 @states("dlrm", "two_dims", "bare", "sequences")
 def test_names_are_the_plain_models(name: str, sharding_type: str | None) -> None:
     prepared, plain = prepared_and_plain(name, sharding_type)
-    assert list(plain_state_dict(prepared)) == list(plain.state_dict())
-    assert name != "sequences" or set(NAMES.values()) <= set(plain.state_dict())
+    assert list(wrapper.plain_state_dict(prepared)) == list(plain.state_dict())
+    assert name != "sequences" or set(models.NAMES.values()) <= set(plain.state_dict())
     extra = set(prepared.state_dict()) - set(plain.state_dict())
     assert {own.rpartition(".")[0].rpartition(".")[2] for own in extra} == {"soft_selection"}
     assert [own for own, _ in prepared.named_parameters()] == [own for own, _ in plain.named_parameters()]
@@ -444,7 +428,7 @@ def test_a_plain_state_fits_strictly(name: str, sharding_type: str | None) -> No
     differences = prepared.load_state_dict(plain.state_dict(), strict=True)
     assert (differences.missing_keys, differences.unexpected_keys) == ([], [])
     torch.testing.assert_close(predict_any(prepared), predict_any(plain), atol=1e-6, rtol=0)
-    alpha = next(iter(soft_selection_modules(prepared).values())).alpha
+    alpha = next(iter(wrapper.soft_selection_modules(prepared).values())).alpha
     assert all(bool((alpha.of(dim) == 1).all()) for dim in alpha.dims)
 
 
@@ -456,16 +440,16 @@ def test_a_prepared_state_comes_back_with_alpha_and_a_merged_one_is_plain(name: 
     other.load_state_dict(state)
     expected = predict_any(prepared)
     assert torch.equal(predict_any(other), expected)
-    plain.load_state_dict(plain_state_dict(merge_(prepared)), strict=True)
+    plain.load_state_dict(wrapper.plain_state_dict(merge_(prepared)), strict=True)
     torch.testing.assert_close(predict_any(plain), expected, atol=1e-6, rtol=0)
 
 
 def test_alpha_stays_where_a_state_has_no_tables() -> None:
     prepared, _ = prepared_and_plain("two_dims", None)
-    before = predict(prepared)
+    before = models.predict(prepared)
     dense = {name: value for name, value in prepared.state_dict().items() if name.startswith("over.")}
     prepared.load_state_dict(dense, strict=False)
-    assert torch.equal(predict(prepared), before)
+    assert torch.equal(models.predict(prepared), before)
 
 
 def test_what_does_not_fit_is_named_as_in_the_plain_model() -> None:
@@ -488,7 +472,7 @@ def test_the_warm_start_of_the_docs_runs_as_written(tmp_path: Path) -> None:
             apply_optimizer_in_backward(RowWiseAdagrad, module.parameters(), {"lr": 0.1})
     whole, other = (dnis.TrainTask(own, nn.BCEWithLogitsLoss()) for own in (plain, prepared))
     cpu, sharders = torch.device("cpu"), [dnis.CpuEmbeddingBagCollectionSharder()]
-    constraints = dict.fromkeys(ROWS, ParameterConstraints(sharding_types=["table_wise"]))
+    constraints = dict.fromkeys(models.ROWS, ParameterConstraints(sharding_types=["table_wise"]))
     plans = [dnis.make_sharding_plan(task, cpu, sharders, constraints=constraints) for task in (whole, other)]
     trained = dnis.shard_model(whole, cpu, plans[0])
     trained.module.model(torch.zeros(5, 3), features()).sum().backward()
@@ -500,7 +484,9 @@ def test_the_warm_start_of_the_docs_runs_as_written(tmp_path: Path) -> None:
         names["folder"] = tmp_path / "plain"
         exec(block, names)
     found = names["sharded"]
-    torch.testing.assert_close(predict(found.module.model), predict(trained.module.model), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        models.predict(found.module.model), models.predict(trained.module.model), atol=1e-6, rtol=0
+    )
     states, expected = (own.fused_optimizer.state_dict()["state"] for own in (found, trained))
     assert states.keys() == expected.keys()
     for name, of_table in expected.items():

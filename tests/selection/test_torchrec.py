@@ -137,9 +137,7 @@ def test_sequence_embeddings_are_read_by_name_and_keep_their_weights(gloo: dist.
 
 @pytest.mark.parametrize("longest", [1, 3])
 @every_kind
-def test_an_unweighted_collection_ignores_weights_in_a_search_and_in_training(
-    gloo: dist.ProcessGroup, kind: str, longest: int
-) -> None:
+def test_an_unweighted_collection_ignores_weights_in_a_search_and_in_training(gloo, kind: str, longest: int) -> None:
     features = bags(longest=longest, weighted=True)
     model = collection()
     expected = model["ebc"](features).values()
@@ -172,9 +170,7 @@ def test_bags_that_do_not_fit_are_refused_whatever_came_before(
 
 
 @pytest.mark.parametrize(("kind", "order"), [("row_wise", KEYS), ("table_wise", KEYS), ("data_parallel", "cab")])
-def test_weights_that_learn_are_refused_where_torchrec_drops_their_gradient(
-    gloo: dist.ProcessGroup, kind: str, order: str
-) -> None:
+def test_weights_that_learn_are_refused_where_torchrec_drops_their_gradient(gloo, kind: str, order: str) -> None:
     """Also in table_wise sharding, because a feature that two tables read is copied."""
     ebc = get_unwrapped_module(shard_by(collection(weighted=True), kind))["ebc"]
     features = bags(tuple(order), weighted=True)
@@ -188,9 +184,7 @@ def test_weights_that_learn_are_refused_where_torchrec_drops_their_gradient(
 
 @every_kind
 @pytest.mark.parametrize("decided", [True, False])
-def test_a_collection_that_was_called_before_reads_by_name_from_then_on(
-    gloo: dist.ProcessGroup, kind: str, decided: bool
-) -> None:
+def test_a_collection_that_was_called_before_reads_by_name_from_then_on(gloo, kind: str, decided: bool) -> None:
     """A user's own DistributedModelParallel has noted the places of its first batch by then."""
     model = collection()
     expected = model["ebc"](bags()).to_dict()

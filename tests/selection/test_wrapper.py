@@ -25,19 +25,9 @@ from dnis_torchrec.selection.wrapper import UNLIMITED, BagCheck, SoftSelectionEm
 from dnis_torchrec.serving import ServedEmbeddingCollection
 from dnis_torchrec.serving.tables import LogicalTables
 from tests import models
-from tests.models import (
-    DIM,
-    ROWS,
-    bags_of_one,
-    blocks,
-    collection,
-    operators,
-    sequence_blocks,
-    sequences,
-    values_of,
-    wrapper_of,
-)
 from tests.models import KEYS as SEQUENCE_KEYS
+from tests.models import blocks, collection
+from tests.models import features as pooled_features
 from tests.models import sequence_features as features
 from tests.models import sequence_tables as tables
 from tests.reference import ReferenceTable, pooled_reference
@@ -114,7 +104,7 @@ def test_density_and_mean_weigh_rows_of_alpha_by_the_rows_they_serve(values: lis
     assert alpha.mean(per_row) == pytest.approx(sum(served) / len(served))
 
 
-KEYS = [f"{name}_id" for name in ROWS]
+KEYS = [f"{name}_id" for name in models.ROWS]
 REFUSED: dict[str, tuple[type[Exception], str, dict[str, object]]] = {
     "too many": (ValueError, "feature 'genre_id'", {"lengths": [1] * 14 + [2]}),
     "too few": (ValueError, "features 'user_id', .*'genre_id'", {"lengths": [1] * 14 + [0]}),
@@ -137,22 +127,22 @@ def test_bags_that_are_refused(name: str, grad: bool, compiled: bool) -> None:
     parts = {"values": [0] * 15, "lengths": [1] * 15} | change
     kjt = KeyedJaggedTensor(keys=KEYS, **{part: torch.as_tensor(value) for part, value in parts.items()})
     model = prepare_(nn.ModuleDict({"e": collection()}), blocks())
-    with operators(compiled), torch.set_grad_enabled(grad), pytest.raises(error, match=f"^{place}: expected"):
+    with models.operators(compiled), torch.set_grad_enabled(grad), pytest.raises(error, match=f"^{place}: expected"):
         model["e"](kjt)
 
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_of_a_key_that_occurs_twice_the_later_one_is_checked_and_read(compiled: bool) -> None:
-    with operators(compiled):
+    with models.operators(compiled):
         model = prepare_(nn.ModuleDict({"e": collection()}), blocks())
-        ids = [ROWS["user"] + 5, ROWS["user"] - 1, ROWS["movie"] - 1, ROWS["genre"] - 1]
+        ids = [models.ROWS["user"] + 5, models.ROWS["user"] - 1, models.ROWS["movie"] - 1, models.ROWS["genre"] - 1]
         features = KeyedJaggedTensor(keys=["user_id", *KEYS], values=torch.tensor(ids), lengths=torch.ones(4).int())
         expected = KeyedJaggedTensor(keys=KEYS, values=torch.tensor(ids[1:]), lengths=torch.ones(3).int())
         assert torch.equal(model["e"](features).values(), model["e"](expected).values())
         features = KeyedJaggedTensor(
-            keys=["user_id", *KEYS], values=torch.tensor([*ids[:3], ROWS["genre"]]), lengths=torch.ones(4).int()
+            keys=["user_id", *KEYS], values=torch.tensor([*ids[:3], models.ROWS["genre"]]), lengths=torch.ones(4).int()
         )
-        with pytest.raises(ValueError, match=f"feature 'genre_id': expected ids in 0..{ROWS['genre'] - 1}"):
+        with pytest.raises(ValueError, match=f"feature 'genre_id': expected ids in 0..{models.ROWS['genre'] - 1}"):
             model["e"](features)
 
 
@@ -182,7 +172,7 @@ def test_a_gpu_refuses_what_a_cpu_refuses(data: st.DataObject) -> None:
     longest = {key: 3 if key == "movie_id" else 1 for key in KEYS}
     keys = data.draw(st.permutations([*KEYS, "of nobody"]), label="keys")
     lengths = [data.draw(st.lists(st.integers(0, longest.get(key, 2)), min_size=size, max_size=size)) for key in keys]
-    rows = {f"{name}_id": number for name, number in ROWS.items()}
+    rows = {f"{name}_id": number for name, number in models.ROWS.items()}
     ids = [
         data.draw(st.integers(0, rows.get(key, 10**6) - 1))
         for key, own in zip(keys, lengths, strict=True)
@@ -203,30 +193,25 @@ def test_a_gpu_refuses_what_a_cpu_refuses(data: st.DataObject) -> None:
     assert is_refused_by_the_kernel(bag_check, features) == expected
 
 
-@pytest.mark.parametrize("id_of_nobody", [-1, torch.iinfo(torch.int64).max])
-def test_ids_of_a_feature_that_nobody_reads_may_be_anything(id_of_nobody: int) -> None:
-    """Such as a hash of 64 bits, of a model's other collection."""
-    bag_check = prepare_(nn.ModuleDict({"e": collection()}), blocks())["e"].bag_check
-    ids, lengths = torch.tensor([0, 0, 0, id_of_nobody]), torch.ones(4, dtype=torch.int32)
-    features = KeyedJaggedTensor([*KEYS, "of nobody"], ids, lengths=lengths)
-    bag_check(features)
-    bag_check._assert_good(features)
-    assert not is_refused_by_the_kernel(bag_check, features)
+LAST = [models.ROWS[key.removesuffix("_id")] - 1 for key in KEYS]
+ONE_EACH = [1] * 4
 
 
-def test_lengths_below_0_are_refused_where_their_sum_is_right() -> None:
-    bag_check = prepare_(nn.ModuleDict({"e": collection()}), blocks(), multi_hot_features=KEYS)["e"].bag_check
-    features = KeyedJaggedTensor(KEYS, torch.zeros(3, dtype=torch.int64), lengths=torch.tensor([2, -1, 1, 0, 1, 0]))
-    assert is_refused(lambda: bag_check(features))
-    assert is_refused(lambda: bag_check._assert_good(features))
-    assert is_refused_by_the_kernel(bag_check, features)
-
-
-@pytest.mark.parametrize(("name", "row", "is_good"), [(key, row, row < 0) for key in KEYS for row in (-1, 0)])
-def test_the_first_id_behind_a_table_is_refused_and_the_last_of_it_is_not(name: str, row: int, is_good: bool) -> None:
-    bag_check = prepare_(nn.ModuleDict({"e": collection()}), blocks())["e"].bag_check
-    ids = torch.tensor([ROWS[key.removesuffix("_id")] + row if key == name else 0 for key in KEYS])
-    features = KeyedJaggedTensor(KEYS, ids, lengths=torch.ones(3, dtype=torch.int32))
+@pytest.mark.parametrize(
+    ("ids", "lengths", "is_good"),
+    [
+        # of a feature that nobody reads they may be anything, such as a hash of 64 bits
+        *(([0, 0, 0, of_nobody], ONE_EACH, True) for of_nobody in (-1, torch.iinfo(torch.int64).max)),
+        ([0] * 4, [2, -1, 1, 0, 1, 0, 1, 0], False),  # their sum is right
+        ([*LAST, 0], ONE_EACH, True),
+        *(([last + (place == of) for of, last in enumerate([*LAST, 0])], ONE_EACH, False) for place in range(3)),
+    ],
+)
+def test_bags_are_good_or_not_wherever_they_are_checked(ids: list[int], lengths: list[int], is_good: bool) -> None:
+    multi_hot = KEYS if len(lengths) > 4 else []
+    model = prepare_(nn.ModuleDict({"e": collection()}), blocks(), multi_hot_features=multi_hot)
+    features = KeyedJaggedTensor([*KEYS, "of nobody"], torch.tensor(ids), lengths=torch.tensor(lengths).int())
+    bag_check = model["e"].bag_check
     assert is_refused(lambda: bag_check(features)) != is_good
     assert is_refused(lambda: bag_check._assert_good(features)) != is_good
     assert is_refused_by_the_kernel(bag_check, features) != is_good
@@ -361,30 +346,18 @@ def _grad(tensor: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
 
 
-def simple(max_bag_length: int = 1, **table_fields):
-    fields = dict(name="movie", num_embeddings=4, embedding_dim=2, feature_names=["movie"]) | table_fields
-    table = EmbeddingBagConfig(**fields)
-    counts = FrequencyCounts({table.name: torch.tensor([4, 3, 2, 1])}, {"movie": max_bag_length}, 10)
-    return table, blocks_from_counts(
-        counts, [EmbeddingBagConfig(**(fields | {"num_embeddings": 4}))], num_blocks=2, least_rows=1
-    )
-
-
 def test_an_upper_level_backward_cannot_reach_a_table() -> None:
-    table, blocks = simple()
-    wrapper = SoftSelectionEmbeddingBagCollection(EmbeddingBagCollection(tables=[table]), blocks)
-    features = KeyedJaggedTensor(keys=["movie"], values=torch.tensor([0, 3]), lengths=torch.tensor([1, 1]))
+    wrapper = prepare_(nn.ModuleDict({"e": collection()}), blocks())["e"]
     with wrapper.alpha.upper_level():
-        wrapper(features).values().sum().backward()  # even a careless one, without torch.autograd.grad
-        alpha_gradient = wrapper.alpha.of(2).grad
-    assert alpha_gradient is not None
-    assert wrapper.embedding_bag_collection.embedding_bags["movie"].weight.grad is None
+        wrapper(pooled_features()).values().sum().backward()  # even a careless one, without torch.autograd.grad
+        assert all(wrapper.alpha.of(dim).grad is not None for dim in wrapper.alpha.dims)
+    assert all(weight.grad is None for weight in wrapper.embedding_bag_collection.parameters())
 
 
 def reference(model: nn.Module, kjt: KeyedJaggedTensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Naive embeddings, in float64; leaves for alpha and the tables that they come from."""
-    wrapper, own = wrapper_of(model), sequence_blocks()
-    alpha = wrapper.alpha.of(DIM).double().requires_grad_()
+    wrapper, own = models.wrapper_of(model), models.sequence_blocks()
+    alpha = wrapper.alpha.of(models.DIM).double().requires_grad_()
     weights = {name: table.weight.detach().double() for name, table in wrapper.lookup.embeddings.items()}
     leaves = {name: weight.requires_grad_() for name, weight in weights.items()}
     found = []
@@ -416,29 +389,29 @@ def test_sequences_of_any_shape_compute_and_learn_what_the_oracle_does(
     by_key = torch.tensor(lengths, dtype=torch.int64).view(len(lengths), 3).t().flatten()
     ids = torch.randint(0, 17, (int(by_key.sum()),), generator=generator)
     kjt = KeyedJaggedTensor(keys=["visits", "candidate", "history"], values=ids, lengths=by_key, stride=len(lengths))
-    model, own = sequences(), sequence_blocks()
-    wrapper = wrapper_of(model)
-    alpha_of_tables, tables = wrapper.alpha.of(DIM), wrapper.lookup.embeddings
-    with operators(compiled):
-        wanted, leaf, leaves = reference(model, kjt) if len(ids) else (torch.zeros(0, DIM), None, {})
+    model, own = models.sequences(), models.sequence_blocks()
+    wrapper = models.wrapper_of(model)
+    alpha_of_tables, tables = wrapper.alpha.of(models.DIM), wrapper.lookup.embeddings
+    with models.operators(compiled):
+        wanted, leaf, leaves = reference(model, kjt) if len(ids) else (torch.zeros(0, models.DIM), None, {})
         got = wrapper(kjt)
         assert list(got) == SEQUENCE_KEYS
         for key in SEQUENCE_KEYS:
             torch.testing.assert_close(got[key].lengths(), kjt[key.partition("@")[0]].lengths())
-        torch.testing.assert_close(values_of(got).double(), wanted.double(), atol=1e-6, rtol=0)
-        loss_of(values_of(got)).backward()
+        torch.testing.assert_close(models.values_of(got).double(), wanted.double(), atol=1e-6, rtol=0)
+        loss_of(models.values_of(got)).backward()
         assert alpha_of_tables.grad is None
         learnt = {name: tables[name].weight.grad.double() for name in tables}
         wrapper.zero_grad()
         with wrapper.alpha.upper_level() as hits:
-            loss_of(values_of(wrapper(kjt))).backward()
+            loss_of(models.values_of(wrapper(kjt))).backward()
             gradient, alpha_of_tables.grad = alpha_of_tables.grad, None
     assert all(table.weight.grad is None for table in tables.values())
-    touched = torch.zeros_like(hits[DIM])
+    touched = torch.zeros_like(hits[models.DIM])
     for output in wrapper.outputs:
         blocks = own.routings[output.table].all_blocks()[kjt[output.feature].values()]
         touched[own.first_alpha_row(output.table) + blocks] = True
-    assert torch.equal(hits[DIM], touched)
+    assert torch.equal(hits[models.DIM], touched)
     if not len(ids):
         assert not gradient.any()
         return
@@ -450,11 +423,11 @@ def test_sequences_of_any_shape_compute_and_learn_what_the_oracle_does(
 
 def test_indices_are_passed_on_where_they_are_needed() -> None:
     kjt = features(3)
-    model = sequences(need_indices=True)
-    output = wrapper_of(model)(kjt)
+    model = models.sequences(need_indices=True)
+    output = models.wrapper_of(model)(kjt)
     assert output["visits"].weights().equal(kjt["visits"].values())
     assert merge_(model)["tables"].need_indices()
-    assert sequences()["tables"](kjt)["visits"].weights_or_none() is None
+    assert models.sequences()["tables"](kjt)["visits"].weights_or_none() is None
 
 
 def test_an_id_outside_of_its_table() -> None:
@@ -462,7 +435,7 @@ def test_an_id_outside_of_its_table() -> None:
         keys=["history", "candidate", "visits"], values=torch.tensor([1, 2, 17]), lengths=torch.tensor([1, 1, 1])
     )
     with pytest.raises(ValueError, match=r"table 'shop', feature 'visits': expected ids in 0\.\.16, got 17"):
-        wrapper_of(sequences())(kjt)
+        models.wrapper_of(models.sequences())(kjt)
 
 
 class Doubling(EmbeddingCollection):
@@ -480,7 +453,7 @@ def hooked() -> EmbeddingCollection:
 
 def padded() -> EmbeddingCollection:
     collection = EmbeddingCollection(tables=tables())
-    collection.embeddings["item"] = nn.Embedding(23, DIM, padding_idx=0)
+    collection.embeddings["item"] = nn.Embedding(23, models.DIM, padding_idx=0)
     return collection
 
 
@@ -494,14 +467,14 @@ def padded() -> EmbeddingCollection:
 )
 def test_what_it_would_not_compute_is_refused(build: object, message: str) -> None:
     with pytest.raises(NotImplementedError, match=message):
-        prepare_(nn.ModuleDict({"tables": build()}), sequence_blocks())
+        prepare_(nn.ModuleDict({"tables": build()}), models.sequence_blocks())
 
 
 def test_a_sharding_type_that_sequences_do_not_have(gloo: object) -> None:
     constraints = {"item": ParameterConstraints(sharding_types=["table_row_wise"])}
     message = r"table 'item': expected a sharding type that the sharder offers on cpu: .*row_wise, got \['table_row_wi"
     with pytest.raises(ValueError, match=message):
-        make_sharding_plan(sequences(), torch.device("cpu"), default_sharders(), constraints=constraints)
+        make_sharding_plan(models.sequences(), torch.device("cpu"), default_sharders(), constraints=constraints)
 
 
 def test_columns_of_several_widths(gloo: object) -> None:
@@ -510,7 +483,7 @@ def test_columns_of_several_widths(gloo: object) -> None:
         name: ParameterConstraints(sharding_types=["column_wise"], min_partition=width)
         for name, width in (("item", 4), ("shop", 8))
     }
-    model, sharders = sequences(), default_sharders()
+    model, sharders = models.sequences(), default_sharders()
     plan = make_sharding_plan(model, torch.device("cpu"), sharders, constraints=constraints)
     message = r"table 'shop': expected columns in shards of 4, as .* other tables, got \[8\]; give all of them one"
     with pytest.raises(ValueError, match=message):
@@ -518,12 +491,10 @@ def test_columns_of_several_widths(gloo: object) -> None:
 
 
 def test_pooled_serving_takes_no_unpooled_table() -> None:
-    scheme = uncompressed_scheme(sequences(prepared=False))
-    with pytest.raises(
-        ValueError, match="table 'item': expected a table that is pooled, got none; serve it by a Served"
-    ):
+    scheme = uncompressed_scheme(models.sequences(prepared=False))
+    with pytest.raises(ValueError, match="^table 'item'"):
         LogicalTables.of(scheme)
-    pooled = uncompressed_scheme(bags_of_one())
+    pooled = uncompressed_scheme(models.bags_of_one())
     with pytest.raises(ValueError, match="table 'item': expected one that is not pooled, got sum"):
         ServedEmbeddingCollection(pooled, {})
     with pytest.raises(ValueError, match="table 'item': expected a known table"):

@@ -5,16 +5,14 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torchrec.datasets.utils import Batch
 from torchrec.fx import symbolic_trace
-from torchrec.models.deepfm import SimpleDeepFMNN, SimpleDeepFMNNWrapper
-from torchrec.models.dlrm import DLRM, DLRM_DCN, DLRM_Projection, DLRMTrain, DLRMWrapper, SparseArch
+from torchrec.models.deepfm import SimpleDeepFMNN
+from torchrec.models.dlrm import DLRM
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -149,7 +147,9 @@ def test_weights_of_bags(form: str) -> None:
 @pytest.mark.parametrize("form", [*POOLED, *UNPOOLED])
 def test_the_meta_device(form: str) -> None:
     """Shapes without values."""
-    served = pair(form, pooling="sum", is_weighted=form in POOLED)[1].to("meta")
+    served = pair(form, pooling="sum", is_weighted=form in POOLED)[1]
+    assert served.device == torch.device("cpu")
+    assert served.to("meta").device == torch.device("meta")
     output = served(batch().to(torch.device("meta")))
     if form in UNPOOLED:
         assert list(output) == ["f1@t1", "f3", "f2", "f1@t3"]
@@ -221,13 +221,6 @@ def test_two_tables_of_one_name_are_refused() -> None:
     table = next(iter(scheme_of("sum", is_weighted=False, tables=TABLES).tables.values()))
     with pytest.raises(ValueError, match="every table under its own name"):
         MixedDimensionEmbeddingBagCollection(MixedDimensionScheme({"t1": table, "t2": table}))
-
-
-@pytest.mark.parametrize("form", [*POOLED, *UNPOOLED])
-def test_device(form: str) -> None:
-    served = pair(form)[1]
-    assert served.device == torch.device("cpu")
-    assert served.to("meta").device == torch.device("meta")
 
 
 def test_device_of_tables_to_train_on() -> None:
@@ -376,73 +369,25 @@ def test_torch_export_takes_any_number_of_ids(form: str) -> None:
 
 
 MODELS: dict[str, Callable[[Any], nn.Module]] = {
-    "sparse_arch": SparseArch,
     "dlrm": lambda tables: DLRM(tables, 6, [10, DIM], [5, 1]),
-    "dlrm_projection": lambda tables: DLRM_Projection(tables, 6, [10, DIM], [5, 1], [16, 2 * DIM], [16, 2 * DIM]),
-    "dlrm_dcn": lambda tables: DLRM_DCN(tables, 6, [10, DIM], [5, 1], dcn_num_layers=2, dcn_low_rank_dim=4),
     "deepfm": lambda tables: SimpleDeepFMNN(6, tables, 10, 5),
 }
-ONE, SHARED = {"t2": ("f2",)}, {"t1": ("f1", "f3"), "t2": ("f2",)}
-
-
-def model_pair(
-    kind: str, form: str, tables: dict[str, tuple[str, ...]], *, is_weighted: bool = False
-) -> tuple[nn.Module, nn.Module, list[Any]]:
-    """A model of TorchRec's collection, the same of the served one, and inputs."""
-    models = []
-    for collection in pair(form, pooling="sum", tables=tables, is_weighted=is_weighted):
-        torch.manual_seed(1)
-        models.append(MODELS[kind](collection).eval())
-    stateful = {n: v for n, v in models[0].state_dict().items() if "embedding_bag_collection" not in n}
-    models[1].load_state_dict(stateful, strict=False)
-    inputs = [batch(2)] if kind == "sparse_arch" else [torch.rand(5, 6), batch(2)]
-    return models[0], models[1], inputs
 
 
 @pytest.mark.parametrize("form", POOLED)
-@pytest.mark.parametrize("tables", [ONE, SHARED], ids=["one", "shared"])
 @pytest.mark.parametrize("kind", MODELS)
-def test_models_predict_the_same(kind: str, tables: dict[str, tuple[str, ...]], form: str) -> None:
-    stock, served, inputs = model_pair(kind, form, tables)
-    torch.testing.assert_close(served(*inputs), stock(*inputs), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("form", POOLED)
-@pytest.mark.parametrize("kind", ["dlrm", "deepfm"])
 def test_models_are_traced_and_scripted(kind: str, form: str) -> None:
     """The model alone, its graph, and the script of either, from a file, too; the model predicts on."""
-    stock, served, inputs = model_pair(kind, form, SHARED)
+    models = []
+    for collection in pair(form, pooling="sum", tables={"t1": ("f1", "f3"), "t2": ("f2",)}):
+        torch.manual_seed(1)
+        models.append(MODELS[kind](collection).eval())
+    stock, served = models
+    dense = {n: v for n, v in stock.state_dict().items() if "embedding_bag_collection" not in n}
+    served.load_state_dict(dense, strict=False)
+    inputs = [torch.rand(5, 6), batch(2)]
     graph = symbolic_trace(served)
     assert "embedding_bag_collection" in graph.code
     assert "KeyedJaggedTensor" in graph.code
     for module in (graph, saved_and_loaded(torch.jit.script(graph)), torch.jit.script(served), served):
         torch.testing.assert_close(module(*inputs), stock(*inputs), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("form", POOLED)
-def test_models_are_exported(form: str) -> None:
-    _, served, inputs = model_pair("dlrm", form, SHARED)
-    program = torch.export.export(served, tuple(inputs), strict=False).module()
-    torch.testing.assert_close(program(*inputs), served(*inputs))
-
-
-@pytest.mark.parametrize("form", POOLED)
-@pytest.mark.parametrize("values", ["some", "none"])
-def test_wrappers_of_models(form: str, values: str) -> None:
-    """Logits to evaluate, a loss and logits to train, also of a batch whose bags are all empty."""
-    features = batch(2)
-    if values == "none":
-        keys, lengths = features.keys(), torch.zeros_like(features.lengths())
-        features = KeyedJaggedTensor(keys, torch.zeros(0, dtype=torch.int64), lengths=lengths)
-    inputs = SimpleNamespace(float_features=torch.rand(5, 6), idlist_features=features, label=torch.ones(5))
-    for make in (
-        lambda collection: DLRMWrapper(collection, 6, [10, DIM], [5, 1]),
-        lambda collection: SimpleDeepFMNNWrapper(6, collection, 10, 5),
-    ):
-        wrapper = make(pair(form, tables=SHARED)[1]).eval()
-        assert wrapper(inputs).shape == (5, 1)
-        loss, logits = wrapper.train()(inputs)
-        assert (loss.shape, logits.shape) == ((), (5, 1))
-    trained = DLRMTrain(MODELS["dlrm"](pair(form, tables=SHARED)[1]))
-    _, (_, logits, _) = trained(Batch(torch.rand(5, 6), features, torch.ones(5)))
-    assert logits.shape == (5,)

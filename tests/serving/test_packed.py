@@ -34,21 +34,10 @@ from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving import MeanForUnknownIds, PackedEmbeddingBagCollection, PackedTable, load_operator
 from dnis_torchrec.serving import tables as unknown_ids
 from dnis_torchrec.serving.packed import HeldBuffers
+from tests import reference
 from tests.models import interest, rounded
 from tests.models import make_batch as make_sequence_batch
-from tests.reference import (
-    Case,
-    cases,
-    coded_case,
-    draw_fields,
-    keyed_jagged_tensor,
-    packed,
-    packed_by_hand,
-    packed_case,
-    pool,
-    table_scheme,
-    two_tables,
-)
+from tests.reference import pool
 
 needs_compiler = pytest.mark.skipif(not load_operator(), reason="no C++ compiler")
 
@@ -64,24 +53,20 @@ def torch_alone() -> Iterator[None]:
         yield
 
 
-def by_torch(module: PackedEmbeddingBagCollection, *bags: Tensor | None) -> Tensor:
-    """What `lookup` finds where the operator is in torch alone."""
-    with torch_alone():
-        return module.lookup(*bags)
-
-
 def large(dim: int, *, is_weighted: bool = False, blocks: int = 9) -> tuple[PackedEmbeddingBagCollection, Tensor]:
     """One table of rows of every width in no order, and all of it dense."""
     routing = RowRouting.from_map(torch.randint(blocks + 1, (3_000,)), blocks)
-    scheme = table_scheme("t", routing, torch.ones(blocks, dim).bool(), pooling="mean", is_weighted=is_weighted)
-    scheme, stored, dense = packed(scheme, Random(dim))
+    scheme = reference.table_scheme(
+        "t", routing, torch.ones(blocks, dim).bool(), pooling="mean", is_weighted=is_weighted
+    )
+    scheme, stored, dense = reference.packed(scheme, Random(dim))
     return PackedEmbeddingBagCollection(MixedDimensionScheme({"t": scheme}), {"t": stored}), dense
 
 
 @settings(max_examples=60, deadline=None)
-@given(cases(), st.integers(0, 2**31), st.booleans())
-def test_pools_what_the_rows_stand_for(case: Case, seed: int, compiled: bool) -> None:
-    case, stored = packed_case(case, seed)
+@given(reference.cases(), st.integers(0, 2**31), st.booleans())
+def test_pools_what_the_rows_stand_for(case: reference.Case, seed: int, compiled: bool) -> None:
+    case, stored = reference.packed_case(case, seed)
     module = PackedEmbeddingBagCollection(case.scheme, stored)
     with nullcontext() if compiled else torch_alone():
         pooled = module(case.kjt()).to_dict()
@@ -93,27 +78,22 @@ def test_pools_what_the_rows_stand_for(case: Case, seed: int, compiled: bool) ->
 @settings(max_examples=40)
 @given(st.lists(st.sampled_from(WIDTHS), min_size=1, max_size=40), st.integers(0, 2**31))
 def test_rows_are_packed_as_by_hand(bits: list[int], seed: int) -> None:
-    fields = draw_fields(Random(seed), 3, bits)
-    expected = [packed_by_hand(of_row, bits) for of_row in fields]
+    fields = reference.draw_fields(Random(seed), 3, bits)
+    expected = [reference.packed_by_hand(of_row, bits) for of_row in fields]
     assert pack_fields(torch.tensor(fields), torch.tensor(bits)).tolist() == expected
 
 
 @needs_compiler
 @pytest.mark.parametrize("dim", [5, 24, 64])
-def test_instruction_sets_and_threads_give_the_same_bits(dim: int) -> None:
+def test_threads_give_the_same_bits(dim: int) -> None:
     torch.manual_seed(dim)
     module, _ = large(dim, is_weighted=True)
     lengths = torch.randint(0, 30, (800,))
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     ids, weights = torch.randint(3_000, (int(offsets[-1]),)), torch.randn(int(offsets[-1]))
-    expected = by_torch(module, ids, offsets, weights)
-    widest, found = LOOKUPS.instruction_set(), []
-    try:
-        for limit in INSTRUCTION_SETS:
-            LOOKUPS.instruction_set(limit=limit)
-            found.append(module.lookup(ids, offsets, weights))
-    finally:
-        LOOKUPS.instruction_set(limit=widest)
+    with torch_alone():
+        expected = module.lookup(ids, offsets, weights)
+    found = [module.lookup(ids, offsets, weights)]
     torch.set_num_threads(2)
     try:
         found.append(module.lookup(ids, offsets, weights))
@@ -134,8 +114,10 @@ def test_nothing_behind_the_last_row_is_read() -> None:
     assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(behind), mmap.PAGESIZE, 0) == 0
     widest = LOOKUPS.instruction_set()
     for dim, seed in itertools.product((1, 3, 16, 30, 64), range(4)):
-        scheme = table_scheme("t", RowRouting(3, 1, boundaries=torch.tensor([0, 3])), torch.ones(1, dim).bool())
-        scheme, stored, dense = packed(scheme, Random(seed))
+        scheme = reference.table_scheme(
+            "t", RowRouting(3, 1, boundaries=torch.tensor([0, 3])), torch.ones(1, dim).bool()
+        )
+        scheme, stored, dense = reference.packed(scheme, Random(seed))
         size = stored.rows.numel()
         rows = torch.frombuffer(pages, dtype=torch.uint8, count=mmap.PAGESIZE)[mmap.PAGESIZE - size :]
         rows.copy_(stored.rows)
@@ -152,8 +134,8 @@ def test_nothing_behind_the_last_row_is_read() -> None:
 def one_table(**options: Any) -> tuple[PackedEmbeddingBagCollection, Tensor]:
     """Ten rows in three blocks, some in none."""
     torch.manual_seed(0)
-    _, scheme = two_tables()
-    scheme_of_table, stored, dense = packed(scheme.tables["movie/seen"], Random(1))
+    _, scheme = reference.two_tables()
+    scheme_of_table, stored, dense = reference.packed(scheme.tables["movie/seen"], Random(1))
     scheme = MixedDimensionScheme({"movie/seen": scheme_of_table})
     return PackedEmbeddingBagCollection(scheme, {"movie/seen": stored}, **options), dense
 
@@ -161,9 +143,9 @@ def one_table(**options: Any) -> tuple[PackedEmbeddingBagCollection, Tensor]:
 def test_unknown_ids_are_named_or_contribute_zero() -> None:
     module, dense = one_table()
     with pytest.raises(ValueError, match=r"table 'movie/seen', feature 'movie': expected ids in 0\.\.9 .*got id 10"):
-        module(keyed_jagged_tensor({"movie": [[(3, 1.0)], [(10, 1.0)]]}))
+        module(reference.keyed_jagged_tensor({"movie": [[(3, 1.0)], [(10, 1.0)]]}))
     module, dense = one_table(unknown_ids="zero")
-    pooled = module(keyed_jagged_tensor({"movie": [[(3, 1.0), (-1, 1.0)], [(10, 1.0)]]})).values()
+    pooled = module(reference.keyed_jagged_tensor({"movie": [[(3, 1.0), (-1, 1.0)], [(10, 1.0)]]})).values()
     assert pooled.equal(torch.stack([dense[3] / 2, torch.zeros(5)]))  # MEAN counts them
     with pytest.raises(ValueError, match="unknown_ids: expected one of"):
         one_table(unknown_ids="ignore")
@@ -171,7 +153,9 @@ def test_unknown_ids_are_named_or_contribute_zero() -> None:
 
 def test_int32_ids_of_a_table_with_more_rows_than_they_tell_apart_are_refused() -> None:
     rows = 2**31 + 1
-    scheme = table_scheme("t", RowRouting(rows, 1, boundaries=torch.tensor([0, rows])), torch.zeros(1, 3).bool())
+    scheme = reference.table_scheme(
+        "t", RowRouting(rows, 1, boundaries=torch.tensor([0, rows])), torch.zeros(1, 3).bool()
+    )
     stored = PackedTable.from_rows(scheme, NOTHING, torch.ones(1, 3), torch.zeros(1, 3))
     module = PackedEmbeddingBagCollection(MixedDimensionScheme({"t": scheme}), {"t": stored})
     assert module.lookup(torch.tensor([rows - 1]), torch.tensor([0, 1])).equal(torch.zeros(1, 3))
@@ -182,7 +166,7 @@ def test_int32_ids_of_a_table_with_more_rows_than_they_tell_apart_are_refused() 
 def test_bytes_are_those_of_the_form() -> None:
     routing = RowRouting.from_map(torch.arange(1_000) % 3, 3)
     bits = torch.tensor([[8, 4, 0, 32], [0, 0, 3, 3], [0, 0, 0, 0]], dtype=torch.uint8)
-    scheme = replace(table_scheme("t", routing, bits > 0), bits=bits)
+    scheme = replace(reference.table_scheme("t", routing, bits > 0), bits=bits)
     rows = torch.zeros(334 * 6 + 333 * 1, dtype=torch.uint8)
     stored = PackedTable.from_rows(scheme, rows, torch.ones(3, 4), torch.zeros(3, 4))
     expected = 334 * 6 + 333 * 1 + 4 * 4 + 3 * 4 + directory_bytes(routing, torch.tensor([True, True, False]))
@@ -195,16 +179,13 @@ def test_bytes_are_those_of_the_form() -> None:
 
 def test_a_copy_and_what_came_from_another_process_serve() -> None:
     module, dense = one_table()
-    for other in (copy.deepcopy(module), torch.multiprocessing.reducer.ForkingPickler.loads(_pickled(module))):
+    pickler = torch.multiprocessing.reducer.ForkingPickler
+    for other in (copy.deepcopy(module), pickler.loads(bytes(pickler.dumps(module)))):
         assert other.lookup(torch.arange(10), torch.arange(11)).equal(dense)
 
 
-def _pickled(module: nn.Module) -> bytes:
-    return bytes(torch.multiprocessing.reducer.ForkingPickler.dumps(module))
-
-
 def test_parts_that_do_not_fit() -> None:
-    scheme, stored, _ = packed(two_tables()[1].tables["movie/seen"], Random(1))
+    scheme, stored, _ = reference.packed(reference.two_tables()[1].tables["movie/seen"], Random(1))
     for field, message in (
         ({"rows": stored.rows[:-1]}, r"PackedTable.rows: expected \d+ of them"),
         ({"scales": -stored.scales}, "PackedTable.scales: expected finite ones above 0"),
@@ -222,7 +203,7 @@ def test_parts_that_do_not_fit() -> None:
 
 
 def test_tables_that_do_not_fit_the_scheme() -> None:
-    scheme, stored, _ = packed(two_tables()[1].tables["movie/seen"], Random(1))
+    scheme, stored, _ = reference.packed(reference.two_tables()[1].tables["movie/seen"], Random(1))
     tables = MixedDimensionScheme({scheme.name: scheme})
     with pytest.raises(ValueError, match="movie/seen"):
         PackedEmbeddingBagCollection(tables, {})
@@ -234,7 +215,7 @@ def test_tables_that_do_not_fit_the_scheme() -> None:
     moved = MixedDimensionScheme({scheme.name: replace(scheme, routing=other, num_retained=area)})
     with pytest.raises(ValueError, match=r"table 'movie/seen': expected blocks of \[5, 3, 1\] rows"):
         PackedEmbeddingBagCollection(moved, {scheme.name: stored})
-    wide = table_scheme(scheme.name, scheme.routing, torch.ones(3, 6).bool())
+    wide = reference.table_scheme(scheme.name, scheme.routing, torch.ones(3, 6).bool())
     with pytest.raises(ValueError, match=r"expected rows, blocks and columns \(10, 3, 6\)"):
         PackedEmbeddingBagCollection(MixedDimensionScheme({scheme.name: wide}), {scheme.name: stored})
 
@@ -249,7 +230,7 @@ def mean_of_cold_rows(table: TableScheme, weight: Tensor) -> Tensor:
     return mean.float()
 
 
-def expected(case: Case) -> dict[str, Tensor]:
+def expected(case: reference.Case) -> dict[str, Tensor]:
     """Output key -> pooled ``(B, D)``: an id that is no row is that of the further row."""
     names = replace(case, bags={feature: [] for feature in case.bags}).expected()
     readers = [(table, feature) for table in case.scheme.tables.values() for feature in table.feature_names]
@@ -263,11 +244,11 @@ def expected(case: Case) -> dict[str, Tensor]:
 
 
 @settings(max_examples=20, deadline=None)
-@given(cases(), st.sampled_from(["packed", "mixed_dimension"]), st.data())
-def test_they_are_a_further_row(case: Case, form: str, data: st.DataObject) -> None:
+@given(reference.cases(), st.sampled_from(["packed", "mixed_dimension"]), st.data())
+def test_they_are_a_further_row(case: reference.Case, form: str, data: st.DataObject) -> None:
     given_to = case.tables
     if form == "packed":
-        case, given_to = coded_case(case, seed=0)
+        case, given_to = reference.coded_case(case, seed=0)
     unknown = st.lists(
         st.tuples(st.sampled_from([-1, -(2**40), 12, 2**31, 2**40]), st.floats(-2, 2, width=32)), max_size=2
     )
@@ -283,9 +264,9 @@ def test_they_are_a_further_row(case: Case, form: str, data: st.DataObject) -> N
 def test_means_of_many_rows_are_taken_bag_by_bag(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unknown_ids, "ROWS_OF_A_BAG", 2)
     monkeypatch.setattr(unknown_ids, "BAGS_AT_A_TIME", 1)
-    tables, scheme = two_tables()
+    tables, scheme = reference.two_tables()
     served = MeanForUnknownIds(scheme, serve(scheme, tables, "packed", unknown_ids="zero"))
-    pooled = served(keyed_jagged_tensor({"user": [[(10, 1.0)]], "movie": [[(-1, 1.0)]]}))
+    pooled = served(reference.keyed_jagged_tensor({"user": [[(10, 1.0)]], "movie": [[(-1, 1.0)]]}))
     for name, table in scheme.tables.items():
         torch.testing.assert_close(pooled[name[:5]][0], mean_of_cold_rows(table, tables[name]))
     none = KeyedJaggedTensor(["user", "movie"], torch.zeros(0).long(), lengths=torch.zeros(0).int(), stride=0)
@@ -305,7 +286,7 @@ def test_an_artifact_of_sequences_is_loaded_so(tmp_path: Path) -> None:
 
 
 def test_ways_that_there_are_not_are_refused(tmp_path: Path) -> None:
-    tables, scheme = two_tables()
+    tables, scheme = reference.two_tables()
     path = write_artifact(tables, scheme, tmp_path / "artifact")
     with pytest.raises(ValueError, match=r"^unknown_ids: expected one of \('error', 'zero', 'mean'\), got 'hash'$"):
         load(path, unknown_ids="hash")

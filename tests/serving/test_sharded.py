@@ -23,7 +23,6 @@ from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantEmbe
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.artifact.load import serve
-from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving import PackedEmbeddingBagCollection, PackedSharder
 from tests.reference import Case, all_rows, cases, coded_tables, packed_case
 
@@ -37,17 +36,17 @@ def sharding(sharding_type: str, shares: dict[int, int], dim: int) -> ParameterS
     return ParameterSharding(sharding_type, "quant", list(shares), EnumerableShardingSpec(shards))
 
 
-def with_codes_of(case: Case, tables: dict[str, Any]) -> MixedDimensionScheme:
+def with_codes_of(case: Case, tables: dict[str, Any]) -> Any:
     """The scheme with the scales and shifts of drawn tables."""
     schemes = {}
     for name, table in case.scheme.tables.items():
         scale, shift = tables[name].scale_and_shift()
         schemes[name] = replace(table, scale=scale, shift=shift)
-    return MixedDimensionScheme(schemes)
+    return replace(case.scheme, tables=schemes)
 
 
 @st.composite
-def plans(draw: st.DrawFn, scheme: MixedDimensionScheme, world_size: int) -> dict[str, ParameterSharding]:
+def plans(draw: st.DrawFn, scheme: Any, world_size: int) -> dict[str, ParameterSharding]:
     """Each table whole somewhere, or split into any shares over some ranks in any order."""
     plan = {}
     for table in scheme.tables.values():

@@ -312,45 +312,38 @@ def first_is(value: float) -> Any:
     return change
 
 
+class Pair(ClickAndRating):
+    def outputs(self, model: nn.Module, batch: Batch) -> Any:
+        return tuple(super().outputs(model, batch).values())
+
+
 class SumOfSamples(ClickAndRating):
     def loss(self, batch: Batch, outputs: Any) -> Tensor:
         return outputs["click"].square()
 
 
 PLACE = "selection batch 0"
-RATING = f"{PLACE}, prediction 'rating': expected"
+RATING = f"{PLACE}, prediction 'rating'"
 
 
 @pytest.mark.parametrize(
-    ("task", "message"),
+    ("task", "place"),
     [
-        (Unfinished(), "task Unfinished: expected a method 'loss', got none"),
-        (SumOfSamples(), f"{PLACE}, task SumOfSamples: expected a loss that is a scalar, got (64, 1); take its mean"),
-        (changed(name="stars"), f"{PLACE}, task Changed: expected the predictions ['click', 'rating'], got"),
-        (changed(labels=lambda *_: None), f"{RATING} labels (64,), one for each sample, g"),
-        (changed(values=lambda _, v: v[1:]), f"{RATING} values (64,), one for each sampl"),
-        (changed(weights=first_is(-1)), f"{RATING} weights that are finite and >= 0, got "),
-        (changed(weights=first_is(math.nan)), f"{RATING} weights that are finite and >= "),
-        (changed(weights=lambda *_: None), f"{RATING} finite labels, got nan; give sampl"),
+        (Unfinished(), "task Unfinished"),
+        (Pair(), f"{PLACE}, outputs"),
+        (SumOfSamples(), f"{PLACE}, task SumOfSamples"),
+        (changed(name="stars"), f"{PLACE}, task Changed"),
+        (changed(labels=lambda *_: None), f"{RATING}: expected labels"),
+        (changed(values=lambda _, v: v[1:]), f"{RATING}: expected values"),
+        *((changed(weights=first_is(weight)), f"{RATING}: expected weights") for weight in (-1, math.nan)),
+        (changed(weights=lambda *_: None), f"{RATING}: expected finite labels"),
     ],
 )
-def test_what_is_wrong_with_a_task_is_said_before_training(task: Task, message: str) -> None:
+def test_what_is_wrong_with_a_task_is_said_before_training(task: Task, place: str) -> None:
     recipe = make_recipe(loss=task)
-    with pytest.raises((ValueError, NotImplementedError), match=f"^{re.escape(message.split(': expected')[0])}"):
+    with pytest.raises((ValueError, TypeError, NotImplementedError), match=f"^{re.escape(place)}"):
         check_task(recipe.model, recipe.task, recipe.data.selection.batches[0], PLACE)
     assert recipe.model.training
-
-
-def test_outputs_have_to_be_tensors() -> None:
-    class Pair(ClickAndRating):
-        def outputs(self, model: nn.Module, batch: Batch) -> Any:
-            return tuple(super().outputs(model, batch).values())
-
-    with pytest.raises(
-        TypeError, match="outputs: expected a tensor, or tensors by name, of the model, got tuple; return"
-    ):
-        recipe = make_recipe(loss=Pair())
-        check_task(recipe.model, recipe.task, recipe.data.selection.batches[0], PLACE)
 
 
 NUMBERS = st.floats(-2, 2, allow_nan=False, width=32)

@@ -28,27 +28,16 @@ from dnis_torchrec.training.loop import train_plainly
 from dnis_torchrec.training.pipeline import FiniteGuard, NonFiniteError
 from dnis_torchrec.training.settings import REQUESTS, Ending, Stopped, StopRequest
 from dnis_torchrec.training.shard import flushing_denormals, is_flushing, launched_ranks, process_group, shard
-from tests.models import (
-    BATCH_SIZE,
-    MODELS,
-    NUM_DENSE,
-    SHARDING_TYPES,
-    blocks_for,
-    features,
-    operators,
-    sequence_features,
-    sequences,
-    shard_as,
-)
+from tests import models
 from tests.tiny import make_recipe, read_late
 
 BAD = [float("nan"), float("inf"), float("-inf")]
 
 
 def prepared(name: str = "dlrm", sharding_type: str | None = None) -> nn.Module:
-    model = MODELS[name]()
-    model = prepare_(model, blocks_for(model))
-    return model if sharding_type is None else shard_as(model, sharding_type)
+    model = models.MODELS[name]()
+    model = prepare_(model, models.blocks_for(model))
+    return model if sharding_type is None else models.shard_as(model, sharding_type)
 
 
 def tables_of(model: nn.Module) -> dict[tuple[str, int], torch.Tensor]:
@@ -57,7 +46,10 @@ def tables_of(model: nn.Module) -> dict[tuple[str, int], torch.Tensor]:
 
 
 def loss_of(model: nn.Module, factor: float = 1.0) -> torch.Tensor:
-    return factor * model(dense_features=torch.ones(BATCH_SIZE, NUM_DENSE), sparse_features=features()).sum()
+    return (
+        factor
+        * model(dense_features=torch.ones(models.BATCH_SIZE, models.NUM_DENSE), sparse_features=models.features()).sum()
+    )
 
 
 @pytest.mark.parametrize("bad", BAD)
@@ -90,8 +82,8 @@ def test_finite_numbers_whose_sum_is_not_are_no_error() -> None:
 @pytest.mark.parametrize("bad", BAD)
 def test_alpha_gradient(row: int, names: list[str], bad: float) -> None:
     """Tables that share the row of alpha are named; those of another D, or with rows of their own, are not."""
-    model = MODELS["two_dims"]()
-    blocks = blocks_for(model)  # three blocks per table
+    model = models.MODELS["two_dims"]()
+    blocks = models.blocks_for(model)  # three blocks per table
     guard = FiniteGuard(prepare_(model, blocks))
     gradient = torch.zeros(blocks.alpha_shapes[4])
     guard.check_alpha_gradient(gradient, 4, "upper step 2")
@@ -110,11 +102,11 @@ def late() -> Iterator[None]:
 
 @pytest.mark.parametrize("is_late", [True, False])
 @pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("sharding_type", [None, *SHARDING_TYPES])
+@pytest.mark.parametrize("sharding_type", [None, *models.SHARDING_TYPES])
 @pytest.mark.usefixtures("gloo")
 def test_no_table_learns_a_bad_gradient(sharding_type: str | None, compiled: bool, is_late: bool) -> None:
     torch.manual_seed(0)  # of some initial weights every ReLU of the over arch is dead, and swallows the NaN
-    with operators(compiled), read_late() if is_late else nullcontext():
+    with models.operators(compiled), read_late() if is_late else nullcontext():
         model = prepared(sharding_type=sharding_type)
         guard, before = FiniteGuard(model), {key: table.clone() for key, table in tables_of(model).items()}
         message = "^lower step 5, table 'user': expected finite gradients, got nan or inf; lower the learning rate"
@@ -138,23 +130,23 @@ def test_no_table_learns_a_bad_gradient(sharding_type: str | None, compiled: boo
 @pytest.mark.parametrize("is_late", [True, False])
 @pytest.mark.parametrize("compiled", [True, False])
 def test_the_table_whose_gradient_is_bad_is_named(compiled: bool, is_late: bool) -> None:
-    with operators(compiled), read_late() if is_late else nullcontext():
+    with models.operators(compiled), read_late() if is_late else nullcontext():
         model = prepared("bare")
         guard = FiniteGuard(model)
         with pytest.raises(NonFiniteError, match="lower step 0, table 'genre'"):
             with guard.watch_gradients("lower step 0"):
-                (model(features())["genre_id"] * float("inf")).sum().backward()
+                (model(models.features())["genre_id"] * float("inf")).sum().backward()
             guard.settle()
 
 
 @pytest.mark.parametrize("is_late", [True, False])
 def test_the_table_of_a_sequence_is_named(is_late: bool) -> None:
-    model = sequences()
+    model = models.sequences()
     guard = FiniteGuard(model)
 
     def backward() -> None:
         with guard.watch_gradients("lower step 1"):
-            (model["tables"](sequence_features(0))["visits"].values() * float("nan")).sum().backward()
+            (model["tables"](models.sequence_features(0))["visits"].values() * float("nan")).sum().backward()
 
     with read_late() if is_late else nullcontext():
         if is_late:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,22 +39,8 @@ from dnis_torchrec.training.loop import SearchEvents, train_plainly
 from dnis_torchrec.training.pipeline import NonFiniteError
 from dnis_torchrec.training.rounded import RoundedTables
 from dnis_torchrec.training.shard import set_learning_rates_, shard
-from tests import models
+from tests import models, reference
 from tests.models import kernels_of, shard_as
-from tests.reference import (
-    Bags,
-    ReferenceTable,
-    RowWiseAdagradByHand,
-    StraightThrough,
-    distance,
-    embedding_l2_reference,
-    latent_tables,
-    loss_by_hand,
-    rounded,
-    scheme_of,
-    tables_of,
-    without_codes,
-)
 from tests.tiny import ROWS, make_batch, make_collection, make_recipe, tables_alone
 
 CPU = torch.device("cpu")
@@ -98,9 +85,8 @@ def test_replicated_tables_that_learn_by_adam_are_fused_on_no_gpu_either(
 def test_weights_of_rows_beside_the_tables_learn_at_the_tables_rate(gloo, prefix: str) -> None:
     recipe = make_recipe()
     name = next(own for own, _ in recipe.model.named_parameters() if own.startswith("over_arch") and "bias" in own)
-    recipe = dataclasses.replace(
-        recipe, table_learning_rate=0.5, dense_learning_rate=0.01, row_weights=(prefix + name,)
-    )
+    rates = {"table_learning_rate": 0.5, "dense_learning_rate": 0.01}
+    recipe = dataclasses.replace(recipe, row_weights=(prefix + name,), **rates)
     model, optimizer = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
     dense = {own: part for own, part in model.named_parameters() if ".embedding_bags." not in own}
     before = {own: part.detach().clone() for own, part in dense.items()}
@@ -125,15 +111,13 @@ def test_rates_that_are_set_are_as_if_they_had_always_been(gloo, optimizer: str)
             set_learning_rates_(model, rest, tables=0.5, dense=0.01)
         model(next(iter(recipe.data.train)))[0].backward()
         rest.step()
-        weights.append(tables_of(model) | {own: part.detach() for own, part in model.named_parameters()})
+        weights.append(reference.tables_of(model) | {own: part.detach() for own, part in model.named_parameters()})
     assert [own for own, weight in weights[0].items() if not torch.equal(weight, weights[1][own])] == []
 
 
 def test_weights_of_rows_that_there_are_not_are_refused(gloo) -> None:
     recipe = dataclasses.replace(make_recipe(), row_weights=("first_order.weight",))
-    with pytest.raises(
-        ValueError, match=r"expected a known parameter of Recipe\.row_weights, got 'first_order\.weight'"
-    ):
+    with pytest.raises(ValueError, match=r"Recipe\.row_weights.*'first_order\.weight'"):
         shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
 
 
@@ -157,16 +141,9 @@ def test_a_state_that_no_epoch_improves_is_kept_where_it_was_trained_before(
     before = {name: part.weight.clone() for name, part in shards_of(model).items()}
     set_learning_rates_(model, optimizer, tables=10.0, dense=10.0)
     losses = []
-    second = train_plainly(
-        model,
-        optimizer,
-        recipe,
-        CPU,
-        max_epochs=9,
-        patience=1,
-        starts_trained=starts_trained,
-        events=SearchEvents(on_epoch=lambda record: losses.append(record.selection_loss)),
-    )
+    events = SearchEvents(on_epoch=lambda record: losses.append(record.selection_loss))
+    options = {"max_epochs": 9, "patience": 1, "starts_trained": starts_trained, "events": events}
+    second = train_plainly(model, optimizer, recipe, CPU, **options)
     assert min(losses) > first.selection_loss
     assert len(losses) == losses.index(min(losses)) + 2  # stopped by its own epochs, whatever went before
     assert (second.best_epoch == -1) == starts_trained
@@ -255,16 +232,14 @@ class Linear(nn.Module):
 
 def make_linear(pooling: PoolingType, *, is_weighted: bool) -> Linear:
     torch.manual_seed(0)
+    shape = {"num_embeddings": 6, "embedding_dim": DIM, "pooling": pooling}
     tables = [
-        EmbeddingBagConfig(
-            name=table, num_embeddings=6, embedding_dim=DIM, feature_names=list(features), pooling=pooling
-        )
-        for table, features in READS.items()
+        EmbeddingBagConfig(name=table, feature_names=list(features), **shape) for table, features in READS.items()
     ]
     return Linear(EmbeddingBagCollection(tables=tables, is_weighted=is_weighted))
 
 
-def batch_of(bags: dict[str, Bags], weights: dict[str, list[list[float]]] | None) -> Batch:
+def batch_of(bags: dict[str, reference.Bags], weights: dict[str, list[list[float]]] | None) -> Batch:
     size = len(next(iter(bags.values())))
     in_order = [bag for feature in bags for bag in bags[feature]]
     factors = None if weights is None else [w for feature in bags for bag in weights[feature] for w in bag]
@@ -281,11 +256,8 @@ def table_gradients(task: TrainTask, batch: Batch) -> dict[str, Tensor]:
     """Of the loss to every table of a task that is not sharded."""
     task.zero_grad()
     task(batch)[0].backward()
-    return {
-        name.split(".")[-2]: part.grad.double().clone()
-        for name, part in task.named_parameters()
-        if ".embedding_bags." in name
-    }
+    tables = {name.split(".")[-2]: part for name, part in task.named_parameters() if ".embedding_bags." in name}
+    return {name: part.grad.double().clone() for name, part in tables.items()}
 
 
 bag_lists = st.lists(st.tuples(*[st.lists(st.integers(0, 5), max_size=3)] * 3), max_size=3)
@@ -316,15 +288,16 @@ def test_the_gradient_is_that_of_the_equation(
         for name in READS:
             rows = blocks.first_alpha_row(name) + blocks.routings[name].all_blocks()
             alpha[name] = wrapper.alpha.of(DIM).double()[rows]
-    plain, penalised = (
-        table_gradients(TrainTask(model, nn.MSELoss(), embedding_l2=value), batch) for value in (0.0, L2)
-    )
+    tasks = [TrainTask(model, nn.MSELoss(), embedding_l2=value) for value in (0.0, L2)]
+    plain, penalised = (table_gradients(task, batch) for task in tasks)
     oracles = {
-        name: ReferenceTable(weight[name].requires_grad_(), alpha[name], torch.arange(6), pooling == PoolingType.MEAN)
+        name: reference.ReferenceTable(
+            weight[name].requires_grad_(), alpha[name], torch.arange(6), pooling == PoolingType.MEAN
+        )
         for name in READS
     }
     reads = [(oracles[name], bags[f], weights[f] if is_weighted else None) for name, fs in READS.items() for f in fs]
-    (L2 * embedding_l2_reference(reads)).backward()
+    (L2 * reference.embedding_l2_reference(reads)).backward()
     for name, oracle in oracles.items():
         torch.testing.assert_close(penalised[name] - plain[name], oracle.weight.grad, atol=1e-5, rtol=1e-4)
 
@@ -353,13 +326,13 @@ def test_values_that_are_no_penalty_are_refused(value: float) -> None:
 def test_the_fused_kernel_steps_by_the_exact_gradient(gloo) -> None:
     """Row-wise Adagrad by hand: a row's first step is the gradient over the root mean square of the row."""
     recipe, batch = dataclasses.replace(make_recipe(optimizer="rowwise_adagrad"), embedding_l2=L2), make_batch(64, 1)
-    before = tables_of(recipe.model)
+    before = reference.tables_of(recipe.model)
     task = TrainTask(recipe.model, recipe.loss, embedding_l2=recipe.embedding_l2)
     gradients = table_gradients(copy.deepcopy(task), batch)
     model, _ = shard(task, recipe, CPU)
     model.train()
     model(batch)[0].backward()
-    for table, weight in tables_of(model).items():
+    for table, weight in reference.tables_of(model).items():
         gradient = gradients[table]
         step = gradient / (gradient.square().mean(dim=1, keepdim=True).sqrt() + 1e-8)
         expected = before[table] - recipe.table_learning_rate * step
@@ -423,7 +396,7 @@ def blocks() -> RowBlocks:
 
 def step_(model: nn.Module, optimizer: torch.optim.Optimizer | None, held: RoundedTables, seed: int) -> None:
     model.zero_grad()
-    distance(model(features(seed)).to_dict()).backward()
+    reference.distance(model(features(seed)).to_dict()).backward()
     if optimizer is not None:
         optimizer.step()
     held.after_step_()
@@ -432,26 +405,20 @@ def step_(model: nn.Module, optimizer: torch.optim.Optimizer | None, held: Round
 Optimizers = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
-def assert_follows(
-    model: nn.Module,
-    scheme: MixedDimensionScheme,
-    own: torch.optim.Optimizer | None,
-    theirs: Optimizers,
-    first: int = 0,
-) -> None:
+def assert_follows(model: nn.Module, scheme: MixedDimensionScheme, own: Any, theirs: Optimizers, first=0) -> None:
     """Some steps, each of which the oracle takes by hand on latent weights."""
-    oracle, held = StraightThrough(scheme, tables_of(model)), RoundedTables(model, scheme)
+    oracle, held = reference.StraightThrough(scheme, reference.tables_of(model)), RoundedTables(model, scheme)
     optimizer = theirs(list(oracle.latents.values()))
     for seed in range(first, first + STEPS):
         step_(model, own, held, seed)
         tables = configs(next(iter(scheme.tables.values())).embedding_dim)
-        oracle.step(loss_by_hand(tables, features(seed)), optimizer)
+        oracle.step(reference.loss_by_hand(tables, features(seed)), optimizer)
         expected = oracle.weights()
-        for name, weight in tables_of(model).items():
+        for name, weight in reference.tables_of(model).items():
             torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-4)  # a step of 16 bits, where they tie
-            assert weight.equal(rounded(held.scheme.tables[name], weight))
-        with latent_tables(model, held):
-            for name, latent in tables_of(model).items():
+            assert weight.equal(reference.rounded(held.scheme.tables[name], weight))
+        with reference.latent_tables(model, held):
+            for name, latent in reference.tables_of(model).items():
                 torch.testing.assert_close(latent, oracle.latents[name].data, rtol=0, atol=1e-5)
 
 
@@ -460,18 +427,16 @@ bits = st.one_of(st.sampled_from([(0,), (32,), (1,), (16,), (0, 32)]), st.just(W
 
 @settings(max_examples=15)
 @given(st.integers(0, 10**6), st.sampled_from([1, 3, 4]), bits, st.sampled_from([torch.optim.SGD, torch.optim.Adam]))
-def test_whole_tables_follow_latent_weights(
-    seed: int, dim: int, widths: tuple[int, ...], kind: type[torch.optim.Optimizer]
-) -> None:
+def test_whole_tables_follow_latent_weights(seed: int, dim: int, widths: tuple[int, ...], kind: Any) -> None:
     model = collection(dim, seed)
-    scheme = scheme_of(configs(dim), ROUTINGS, seed=seed, widths=widths)
+    scheme = reference.scheme_of(configs(dim), ROUTINGS, seed=seed, widths=widths)
     assert_follows(model, scheme, kind(model.parameters(), lr=0.2), partial(kind, lr=0.2), seed)
 
 
 FUSED = {
     "table_wise": (torch.optim.SGD, torch.optim.SGD),
     "column_wise": (torch.optim.SGD, torch.optim.SGD),
-    "table_wise adagrad": (RowWiseAdagrad, RowWiseAdagradByHand),
+    "table_wise adagrad": (RowWiseAdagrad, reference.RowWiseAdagradByHand),
     "data_parallel": (None, torch.optim.Adam),
 }
 """Sharding type -> optimizer of the tables' kernel, and what it does by hand; both at rate 1."""
@@ -482,9 +447,9 @@ def test_kernels_follow_latent_weights(gloo, kind: str) -> None:
     fused, by_hand = FUSED[kind]
     model = models.shard_as(collection(), kind.split()[0], fused=fused)
     own = None if fused else torch.optim.Adam(model.parameters(), lr=1.0)
-    before = tables_of(model)["user"]
-    assert_follows(model, scheme_of(configs(), ROUTINGS, seed=3), own, partial(by_hand, lr=1.0))
-    assert not before.equal(tables_of(model)["user"])
+    before = reference.tables_of(model)["user"]
+    assert_follows(model, reference.scheme_of(configs(), ROUTINGS, seed=3), own, partial(by_hand, lr=1.0))
+    assert not before.equal(reference.tables_of(model)["user"])
 
 
 @pytest.mark.parametrize("kind", ["plain", "table_wise", "data_parallel"])
@@ -495,7 +460,9 @@ def test_a_prepared_model_follows_latent_weights(gloo, kind: str) -> None:
         model = models.shard_as(model, kind)
     dense = [] if kind == "table_wise" else list(model.parameters())
     own = torch.optim.SGD(dense, lr=rate) if dense else None
-    assert_follows(model, scheme_of(configs(), blocks().routings, seed=3), own, partial(torch.optim.SGD, lr=rate))
+    assert_follows(
+        model, reference.scheme_of(configs(), blocks().routings, seed=3), own, partial(torch.optim.SGD, lr=rate)
+    )
 
 
 def trained(scheme: MixedDimensionScheme) -> tuple[EmbeddingBagCollection, RoundedTables, dict[str, Tensor]]:
@@ -505,32 +472,32 @@ def trained(scheme: MixedDimensionScheme) -> tuple[EmbeddingBagCollection, Round
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     for seed in range(STEPS):
         step_(model, optimizer, held, seed)
-    with latent_tables(model, held):
-        return model, held, tables_of(model)
+    with reference.latent_tables(model, held):
+        return model, held, reference.tables_of(model)
 
 
 def assert_holds(model: nn.Module, scheme: MixedDimensionScheme, latents: Mapping[str, Tensor]) -> None:
-    for name, weight in tables_of(model).items():
-        assert weight.equal(rounded(scheme.tables[name], latents[name])), name
+    for name, weight in reference.tables_of(model).items():
+        assert weight.equal(reference.rounded(scheme.tables[name], latents[name])), name
 
 
 def test_tables_stay_as_they_are_rounded_once_nothing_is_rounded_any_more() -> None:
     """And nobody notes what is looked up, for no step will round it."""
-    scheme = scheme_of(configs(), ROUTINGS)
+    scheme = reference.scheme_of(configs(), ROUTINGS)
     sharded = shard_as(collection(), "table_wise")
     held = RoundedTables(sharded, scheme)
-    before, kernels = tables_of(sharded), kernels_of(sharded)
+    before, kernels = reference.tables_of(sharded), kernels_of(sharded)
     assert all(kernel.emb_module._forward_pre_hooks for kernel in kernels)
     held.stop_()
     assert not any(kernel.emb_module._forward_pre_hooks for kernel in kernels)
-    assert all(weight.equal(before[name]) for name, weight in tables_of(sharded).items())
+    assert all(weight.equal(before[name]) for name, weight in reference.tables_of(sharded).items())
     assert_holds(sharded, held.scheme, before)
     for module in collections(sharded).values():
         for own in local_shards(module):
             own.weight.add_(0.25)
-    moved = tables_of(sharded)
+    moved = reference.tables_of(sharded)
     held.after_step_()
-    assert all(weight.equal(moved[name]) for name, weight in tables_of(sharded).items())
+    assert all(weight.equal(moved[name]) for name, weight in reference.tables_of(sharded).items())
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
@@ -548,9 +515,9 @@ def test_training_in_codes_lowers_the_loss_and_packs_as_it_is(gloo, tmp_path: Pa
     assert done.best_epoch >= 0
     assert done.selection_loss < rounded_loss - 0.002
     assert evaluate(model, recipe.data.selection, recipe.loss, CPU)["loss"] == pytest.approx(done.selection_loss)
-    trained_tables = tables_of(model)
-    with latent_tables(model, held):
-        latents = tables_of(model)
+    trained_tables = reference.tables_of(model)
+    with reference.latent_tables(model, held):
+        latents = reference.tables_of(model)
     assert_holds(model, held.scheme, latents)
     plain = unshard_(model).model
     packed = packed_collections(plain, held.scheme)
@@ -571,15 +538,21 @@ def doubles(scheme: MixedDimensionScheme, model: EmbeddingBagCollection) -> Mixe
     ("spoil", "error", "message"),
     [
         (doubles, TypeError, r"^table 'user': expected float32 weights, got torch\.float64"),
-        (lambda scheme, _: without_codes(scheme), ValueError, "^table 'user': expected bits, scales and shifts"),
+        (
+            lambda scheme, _: reference.without_codes(scheme),
+            ValueError,
+            "^table 'user': expected bits, scales and shifts",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_before_a_table_is_rounded(
     spoil: Callable[[MixedDimensionScheme, nn.Module], MixedDimensionScheme], error: type[Exception], message: str
 ) -> None:
     model = collection()
-    scheme = spoil(scheme_of(configs(), ROUTINGS), model)
-    before = tables_of(model)
+    scheme = spoil(reference.scheme_of(configs(), ROUTINGS), model)
+    before = reference.tables_of(model)
     with pytest.raises(error, match=message):
         RoundedTables(model, scheme)
-    assert all(weight.nan_to_num().equal(before[name].nan_to_num()) for name, weight in tables_of(model).items())
+    assert all(
+        weight.nan_to_num().equal(before[name].nan_to_num()) for name, weight in reference.tables_of(model).items()
+    )
