@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -33,7 +34,7 @@ from dnis_torchrec.artifact.write import as_json, hashes_of, write_artifact, wri
 from dnis_torchrec.blocks.codes import ColumnCodes, row_strides
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.checks import check, check_known, versions
-from dnis_torchrec.data.files import FolderKind, Positive, new_folder
+from dnis_torchrec.data.files import FolderKind, Positive, folder_lock, new_folder
 from dnis_torchrec.scheme import PACKED, MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.gate import Gate
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection, PackedTable, split_blocks
@@ -125,7 +126,8 @@ def apply_delta(target: _Target, delta: Path | str) -> _Target:
     A module takes it between two lookups, while other threads look up: each answer is that of one
     version. New tensors are built beside the old ones; tables without a change stay as they are, in
     their mapped files. A folder is written whole and takes the old one's place at once; it is then
-    what a whole artifact of that state would be, byte for byte. What fails changes nothing.
+    what a whole artifact of that state would be, byte for byte. What fails changes nothing. Other
+    processes that apply a delta to the folder meanwhile wait.
 
     Local, no collective.
 
@@ -154,8 +156,9 @@ def apply_delta(target: _Target, delta: Path | str) -> _Target:
         elif isinstance(target, Predictor):
             _change_model_(target.model, change, target)
         else:
-            state = _state_of(read_state(target), change)
-            write_state(state, target, overwrite=True)
+            ArtifactFolder(target)
+            with folder_lock(Path(os.path.abspath(target)).parent):  # its place is what changes
+                write_state(_state_of(read_state(target), change), target, overwrite=True)
     return target
 
 

@@ -330,7 +330,10 @@ def data_to_measure(
     check(is_fit, "--from", "a run, as Recipe.data is a stream", source, remedy)
     run = RunFolder.open(cast(Path, source))
     data, counts, number = data_of_stream(run, ranks)
-    head |= {"notes": [RECENT_NOTE.format(number)], "stream": run.read_head()["stream"]}
+    head |= {"notes": [RECENT_NOTE.format(number)]}
+    head |= {
+        key: value for key, value in run.read_head().items() if key in ("stream", "weights_sha256")
+    }
     return replace(recipe, data=data), data, counts, None
 
 
@@ -525,6 +528,8 @@ def _finish(
                 put_file(run.path / ENCODER, lambda file: file.write_bytes(encoder.to_bytes()))
             write_results(run.path / RESULTS, results)
             write_report(run.path / PAGE, results)
+            if "stream" in head:  # a later delta asks whether an artifact was made of this run
+                head = {**head, "weights_sha256": run.hash_of_weights()}
             run.write_head(FINISHED, head)
             run.drop_replaced()
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from dnis_torchrec.artifact.delta import ServedState, read_state, write_delta
 from dnis_torchrec.artifact.export import export
+from dnis_torchrec.artifact.load import Rows
 from dnis_torchrec.artifact.refresh import MOST_DRIFT, Refresh, delta_, drift, whole_
 from dnis_torchrec.cli.commands import data_to_measure, encoder_of, recipe_of
 from dnis_torchrec.cli.run import RunFolder
-from dnis_torchrec.cli.settings import RefreshCommand
+from dnis_torchrec.cli.settings import FINISHED, RefreshCommand
 from dnis_torchrec.data.over_ranks import samples_to_measure
 from dnis_torchrec.data.urls import address_of
 from dnis_torchrec.ranks import Ranks, together
@@ -21,7 +22,16 @@ from dnis_torchrec.training.checkpoint import check_shared
 from dnis_torchrec.training.shard import process_group
 from dnis_torchrec.training.weights import check_state, spread_filled
 
-RECORD = ("recipe", "columns", "seed", "embedding_dim", "stream", "versions", "refit")
+RECORD = (
+    "recipe",
+    "columns",
+    "seed",
+    "embedding_dim",
+    "stream",
+    "weights_sha256",
+    "versions",
+    "refit",
+)
 """Fields of a run that its artifact has, too."""
 
 
@@ -56,7 +66,8 @@ def run_refresh(settings: RefreshCommand) -> Iterator[str]:
             yield f"predicted increase of the loss: {allocation.predicted_loss_increase:.3g}"
             yield f"artifact: {address_of(settings.out)}"
             return
-        result = delta_(model, base.scheme, base.rows, **samples)
+        previous = previous_tables(head, base)
+        result = delta_(model, base.scheme, base.rows, previous=previous, **samples)
         with together():
             if ranks.is_first:
                 of_encoder = base.encoder if encoder is None else encoder.to_bytes()
@@ -64,13 +75,24 @@ def run_refresh(settings: RefreshCommand) -> Iterator[str]:
                 write_delta(settings.artifact, new, settings.out)
         yield from _delta_lines(result, base, settings.out)
         yield f"delta: {address_of(settings.out)}"
-        facts = {name: samples[name] for name in ("batches", "loss", "counts", "leave_alone")}
-        by_table = drift(model, result.scheme, **facts)
+        del samples["held_out"]
+        by_table = drift(model, result.scheme, result.rows, **samples)
         for name, share in by_table.items():
             yield f"drift of {name}: {share:+.2%} of the loss, beside a fresh allocation"
         total = sum(by_table.values())
         advice = "a whole refresh is due" if total > MOST_DRIFT else f"{MOST_DRIFT:.1%} is fine"
         yield f"drift of all tables: {total:+.2%}; {advice}"
+
+
+def previous_tables(head: Mapping[str, Any], base: ServedState) -> dict[str, Rows]:
+    """The tables that an artifact was made of, where the run of this head began with that run and
+    its folder is still there."""
+    source = head.get("configuration", {}).get("from")
+    run = RunFolder(Path(source)) if source is not None else None
+    if run is None or run.status() != FINISHED or "weights_sha256" not in base.run:
+        return {}
+    is_same = run.read_head().get("weights_sha256") == base.run["weights_sha256"]
+    return {name: table.rows for name, table in run.tables_and_dense()[0].items() if is_same}
 
 
 def _size_line(scheme: MixedDimensionScheme) -> str:

@@ -26,6 +26,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec import blocks_from_counts, prepare_, shard_model
 from dnis_torchrec.allocation.axes import (
+    AxesOfRows,
     DirectedFactorizationMachine,
     LinearReader,
     RotationGroup,
@@ -34,7 +35,6 @@ from dnis_torchrec.allocation.axes import (
     product_factors,
     rotate_,
     rotation_groups,
-    turns_of_tables,
     with_axes_,
 )
 from dnis_torchrec.blocks.counts import FrequencyCounts
@@ -143,7 +143,7 @@ def test_predictions_stay_and_columns_come_in_order(name: str, sharding_type: st
     groups = [group.tables for group in rotation_groups(sharded)]
     factors = product_factors(rotation_groups(sharded), {table: weight.shape[1] for table, weight in plain.items()})
     rotations = rotate_(sharded, counts, optimizer_of(sharded, sgd))
-    after, turns = tables_of(sharded), turns_of_tables(rotation_groups(sharded), rotations, factors)
+    after, turns = tables_of(sharded), AxesOfRows(rotation_groups(sharded), rotations, factors).turns
     for table, turn in turns.items():
         torch.testing.assert_close(after[table], (plain[table].double() @ turn).float())
     assert sorted(table for tables in groups for table in tables) == sorted(TURNED[name])
