@@ -363,9 +363,7 @@ def _difference(
         ]
         parts |= {"newborn": gaps_of(torch.cat(ids)), "bits": bits[-1]}
     if new.has_codes and old.has_codes:
-        scale, shift = (
-            pad(part, (0, 0, 0, num_new)) for part in (old.codes.scale, old.codes.shift)
-        )
+        scale, shift = (pad(x, (0, 0, 0, num_new)) for x in (old.codes.scale, old.codes.shift))
         is_other = (new.codes.scale != scale) | (new.codes.shift != shift)
         numbers = is_other.any(dim=1).nonzero().flatten()
         if len(numbers):
@@ -484,14 +482,13 @@ def read_delta(path: Path | str) -> Delta:
 
 def _others(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of `new` that have other bytes in `old`."""
-    return {key: value for key, value in new.items() if not _same(old.get(key), value)}
+    return {key: new[key] for key in new if key not in old or not _same(old[key], new[key])}
 
 
-def _same(first: Tensor | None, second: Tensor) -> bool:
-    if first is None or _kind(first) != _kind(second):
-        return False
+def _same(first: Tensor, second: Tensor) -> bool:
     one, other = (part.detach().cpu().contiguous().flatten() for part in (first, second))
-    return one.view(torch.uint8).equal(other.view(torch.uint8))
+    is_same = _kind(first) == _kind(second)
+    return is_same and one.view(torch.uint8).equal(other.view(torch.uint8))
 
 
 def _kind(tensor: Tensor) -> str:
@@ -552,9 +549,8 @@ def _with_delta(module: ServedCollection, delta: Delta) -> Any:
             schemes[name] = replace(single, **cast(Any, features))
         return ServedEmbeddingCollection(MixedDimensionScheme(schemes), tables)
     place, remedy = type(module).__name__, "load it with form='packed'"
-    check(
-        isinstance(module, PackedEmbeddingBagCollection), place, "packed tables", "others", remedy
-    )
+    is_packed = isinstance(module, PackedEmbeddingBagCollection)
+    check(is_packed, place, "packed tables", "others", remedy)
     collection = cast(PackedEmbeddingBagCollection, module)
     schemes, packed_tables = {}, {}
     for name, table in collection.schemes().items():
@@ -563,9 +559,8 @@ def _with_delta(module: ServedCollection, delta: Delta) -> Any:
         old = collection.table(name)
         rows = _rows_of(table, new, old.rows, parts, place)
         directory = old.directory if new.routing is table.routing else None
-        codes = new.codes
-        fields = PackedTable.from_rows(new, rows, codes.scale, codes.shift, directory)
-        packed_tables[name] = fields
+        codes = new.codes.scale, new.codes.shift
+        packed_tables[name] = PackedTable.from_rows(new, rows, *codes, directory)
     way = "zero" if collection._zero_unknown else "error"
     scheme = MixedDimensionScheme(schemes)
     return PackedEmbeddingBagCollection(scheme, packed_tables, unknown_ids=way).to(module.device)

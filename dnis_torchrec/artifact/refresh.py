@@ -54,14 +54,9 @@ from dnis_torchrec.data.batches import for_lookup
 from dnis_torchrec.data.task import Task
 from dnis_torchrec.ops.packed import pack_values, values_in_codes
 from dnis_torchrec.ranks import Ranks
-from dnis_torchrec.scheme import (
-    PACKED,
-    MixedDimensionScheme,
-    TableScheme,
-    compression_of,
-    rows_per_chunk,
-)
+from dnis_torchrec.scheme import PACKED, MixedDimensionScheme, TableScheme, compression_of
 from dnis_torchrec.selection.shards import (
+    VALUES_PER_OPERATION,
     TableShard,
     collections,
     dense_state,
@@ -87,8 +82,9 @@ ROWS_TO_FIT = 2048
 ROWS_TO_COMPARE = 256
 """Rows of a block that tell in which axes a model stands."""
 SAME_TURN = 1e-5
-"""How far rounding moves what rows are multiplied by; a product's weights that learn move it more.
-"""
+"""How far rounding moves what rows are multiplied by: less than a product's weights that learn."""
+_PartOfBlock = tuple[int, Tensor, Tensor]
+"""A block, some of its rows by id, and their bytes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,8 +98,8 @@ class Refresh:
 
     def state(self, base: ServedState, **facts: Any) -> ServedState:
         """What stands in place of the artifact, its weights in the order that its file has."""
-        names = [name for name in {**base.dense, **self.dense} if name in self.dense]
-        dense = {name: self.dense[name] for name in names}
+        names = {**base.dense, **self.dense}
+        dense = {name: self.dense[name] for name in names if name in self.dense}
         return replace(base, scheme=self.scheme, rows=self.rows, dense=dense, **facts)
 
 
@@ -124,14 +120,13 @@ def whole_(
     Turns the model, as `measure_` does and with its collectives; `export` writes what comes back.
     """
     with tables_named_apart(model):
-        turns = _turns_of(model, _served(scheme, rows), counts)
         measurement = measure_(
             *(model, batches),
             loss=loss,
             counts=counts,
             held_out=held_out,
             leave_alone=leave_alone,
-            turns=turns,
+            turns=_turns_of(model, _served(scheme, rows), counts),
         )
         size = scheme.compression(PACKED) if compression is None else compression
         return measurement, measurement.allocate(compression=size)
@@ -268,7 +263,7 @@ class _ModelRows:
             of_shards = [ids[(ids >= rows.start) & (ids < rows.stop)] for rows in bounds]
             spans = [(part, [s], Ranks()) for part, s in zip(of_shards, whole.shards, strict=True)]
         for of_span, shards, ranks in spans:
-            for part in of_span.split(rows_per_chunk(dim)):
+            for part in of_span.split(max(1, VALUES_PER_OPERATION // dim)):
                 sample = RowSample(part, part, part)
                 yield part, self.turned(sampled_values(sample, shards, dim, 1, ranks))
 
@@ -360,13 +355,22 @@ def _served(scheme: MixedDimensionScheme, rows: Mapping[str, Tensor]) -> dict[st
 
 def _some_rows(counts: Tensor, routing: RowRouting, rows_per_block: int) -> RowSample:
     """Rows of every block at equal distances, each standing for as many; rising."""
-    blocks, parts = routing.all_blocks(), [torch.zeros(0, dtype=torch.int64)]
     steps = (routing.row_counts() // rows_per_block).clamp(min=1)
-    for s in range(routing.num_blocks):
-        parts.append((blocks == s).nonzero().flatten()[:: int(steps[s])])
-    rows = torch.cat(parts).sort().values
-    weights = counts[rows].double().clamp(min=UNSEEN_WEIGHT) * steps[blocks[rows]]
-    return RowSample(rows, blocks[rows], weights)
+    pairs = zip(_rows_of_blocks(routing), steps.tolist(), strict=True)
+    rows = torch.cat([of_block[::step] for of_block, step in pairs]).sort().values
+    blocks = routing.block_of(rows)
+    weights = counts[rows].double().clamp(min=UNSEEN_WEIGHT) * steps[blocks]
+    return RowSample(rows, blocks, weights)
+
+
+def _rows_of_blocks(routing: RowRouting) -> Sequence[Tensor]:
+    """The rows of every block, rising."""
+    sizes, blocks = routing.row_counts(include_unassigned=True).tolist(), routing.block_of_row
+    if blocks is None:
+        return torch.arange(routing.num_embeddings).split(sizes)[:-1]
+    # bytes are sorted in no time
+    blocks = blocks if blocks.dtype == torch.uint8 else blocks.int()
+    return blocks.argsort(stable=True).split(sizes)[:-1]
 
 
 def _with_newborn(table: TableScheme, counts: Tensor) -> TableScheme:
@@ -395,8 +399,7 @@ def _with_newborn(table: TableScheme, counts: Tensor) -> TableScheme:
     gain = None if table.row_gain is None else pad(table.row_gain, (0, 0, 0, 1), value=1.0)
     routing = RowRouting.from_map(blocks, last + 1)
     bare = replace(table, bits=None, scale=None, shift=None, feedback=None, gain=None)
-    retained, num_retained = codes.bits > 0, 0
-    larger = replace(bare, routing=routing, retained=retained, num_retained=num_retained)
+    larger = replace(bare, routing=routing, retained=codes.bits > 0, num_retained=0)
     return replace(larger.with_codes(codes), row_gain=gain)
 
 
@@ -415,10 +418,6 @@ def _blocks_of(tables: Mapping[str, TableScheme], counts: FrequencyCounts) -> Ro
         occurrences=occurrences,
         seen_rows=seen_rows,
     )
-
-
-BlockRows = tuple[int, Tensor, Tensor]
-"""A block, some of its rows by id, and their bytes."""
 
 
 def _fitted_codes(
@@ -471,7 +470,7 @@ def _encode(
     is_fitted: Tensor,
     ids: Tensor | None,
     served: _Served | None,
-) -> list[BlockRows]:
+) -> list[_PartOfBlock]:
     """Rows of a table whose codes are to be written, those of all ranks: some, or all, or those of
     them that differ from what is served."""
     codes, blocks, place = table.codes, table.routing.all_blocks(), table.name
@@ -480,7 +479,7 @@ def _encode(
     if ids is not None:
         is_due = pad(is_fitted, (0, 1))[blocks].index_fill_(0, ids, True)
     is_due &= pad(row_strides(codes.bits) > 0, (0, 1))[blocks]
-    parts, is_writer = list[BlockRows](), whole.copies == 1 or whole.ranks.is_first
+    parts, is_writer = list[_PartOfBlock](), whole.copies == 1 or whole.ranks.is_first
     for rows, values in of_model.parts(is_due.nonzero().flatten()):
         if not is_writer:
             continue
@@ -503,14 +502,13 @@ def _encode(
 def _errors(values: Tensor, sample: RowSample, codes: ColumnCodes) -> Tensor:
     """The share of a column's energy that its nearest codes leave, ``(S, D)``."""
     rest = values - values_in_codes(values, sample.blocks, codes, place="codes")
+    squares = torch.stack([rest, values]).double().square() * sample.weights[:, None]
     sums = torch.zeros(2, *codes.bits.shape, dtype=torch.float64)
-    for total, part in zip(sums, (rest, values), strict=True):
-        squares = part.double().square() * sample.weights[:, None]
-        total.index_add_(0, sample.blocks, squares)
+    sums.index_add_(1, sample.blocks, squares)
     return sums[0] / sums[1].clamp(min=torch.finfo(torch.float64).tiny)
 
 
-def _with_parts(table: TableScheme, rows: Tensor, parts: list[BlockRows]) -> tuple[Tensor, int]:
+def _with_parts(table: TableScheme, rows: Tensor, parts: list[_PartOfBlock]) -> tuple[Tensor, int]:
     """Bit fields with some rows written anew, behind them those of a block that is new; and how
     many rows have other bytes."""
     if not parts:
@@ -518,16 +516,13 @@ def _with_parts(table: TableScheme, rows: Tensor, parts: list[BlockRows]) -> tup
     size = int(table.routing.row_counts() @ row_strides(table.codes.bits))
     old_size, num_changed = len(rows), 0
     rows = pad(rows, (0, size - old_size)) if size > old_size else rows.clone()
-    blocks, of_rows = (
-        split_blocks(rows, table.routing.row_counts(), table.codes.bits),
-        table.routing.all_blocks(),
-    )
+    blocks = split_blocks(rows, table.routing.row_counts(), table.codes.bits)
+    rows_of_blocks = _rows_of_blocks(table.routing)
     begin = rows.storage_offset()
     for s in sorted({s for s, _, _ in parts}):
-        of_block = (of_rows == s).nonzero().flatten()
         is_new = blocks[s].storage_offset() - begin >= old_size
         for _, ids, fields in (part for part in parts if part[0] == s):
-            place = torch.searchsorted(of_block, ids)
+            place = torch.searchsorted(rows_of_blocks[s], ids)
             num_changed += int((is_new | (blocks[s][place] != fields).any(dim=1)).sum())
             blocks[s][place] = fields
     return rows, num_changed

@@ -285,6 +285,9 @@ def test_new_rows_predict_and_old_ones_keep_their_place() -> None:
         assert blocks[~is_new].equal(old.routing.all_blocks()[~is_new])
         assert bool((table.bits[-1] == old.bits).all(1).any())
         assert bool(np.abs(decoded(result.scheme, result.rows, name)[is_new]).sum(1).all())
+    more = {"loss": LOSS, "counts": counted(YESTERDAY, TODAY), "compression": SIZE}
+    _, allocation = whole_(copy.deepcopy(model), result.scheme, result.rows, TODAY, **more)
+    assert result.scheme.compression("packed") < SIZE <= allocation.scheme.compression("packed")
     loss = loss_of(logits(result.scheme, result.rows, result.dense))
     assert loss < loss_of(logits(of.scheme, of.rows, result.dense)) - 0.01
 
