@@ -1,7 +1,8 @@
-"""Sizes and times of deltas: ``python -m benchmarks.deltas [ROWS]``."""
+"""Sizes and times of deltas, and what a refresh takes: ``python -m benchmarks.deltas [ROWS] [ROWS_OF_MODEL]``."""
 
 from __future__ import annotations
 
+import copy
 import sys
 import time
 from collections.abc import Callable
@@ -11,9 +12,20 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from torch import nn
+from torchrec.datasets.utils import Batch
+from torchrec.models.dlrm import DLRM
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import dnis_torchrec as dnis
-from dnis_torchrec.artifact.delta import ServedState, write_delta, write_state
+from dnis_torchrec.allocation.compress import measure_
+from dnis_torchrec.artifact.delta import ServedState, read_state, write_delta, write_state
+from dnis_torchrec.artifact.export import export
+from dnis_torchrec.artifact.load import rows_of
+from dnis_torchrec.artifact.refresh import delta_, whole_
+from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.packed import split_blocks
@@ -46,9 +58,57 @@ def num_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def main(num_rows: int = 10_000_000) -> None:
-    """Prints a line for each share of rows that changed."""
+def table_of(model: nn.Module) -> torch.Tensor:
+    """The rows of the model."""
+    return model.sparse_arch.embedding_bag_collection.embedding_bags["t"].weight.data
+
+
+def print_refreshes(num_rows: int, dim: int = 64) -> None:
+    """Prints what a refresh of a model takes, whole or as a delta, where 5 % of the rows have changed."""
+    config = EmbeddingBagConfig(name="t", num_embeddings=num_rows, embedding_dim=dim, feature_names=["f"])
+    layers = {"dense_arch_layer_sizes": [dim], "over_arch_layer_sizes": [dim, 1]}
+    model, batches = DLRM(EmbeddingBagCollection(tables=[config]), dense_in_features=4, **layers), []
+    spread = 0.3 * 0.9 ** torch.arange(dim)
+    table_of(model).normal_().mul_(spread)
+    for _ in range(16):
+        ids = (num_rows ** torch.rand(1024)).long() - 1
+        features = KeyedJaggedTensor(["f"], ids, lengths=torch.ones(1024, dtype=torch.int64))
+        batches.append(Batch(torch.randn(1024, 4), features, torch.randint(0, 2, (1024,)).float()))
+    counts = FrequencyCounts({"t": num_rows // torch.arange(1, num_rows + 1)}, {"f": 1}, num_rows)
+    samples: dict[str, Any] = {"loss": nn.BCEWithLogitsLoss(), "counts": counts}
+    trained, changed = copy.deepcopy(model), (torch.rand(num_rows) < 0.05).nonzero().flatten()
+    previous = {"t": rows_of(table_of(model).clone())}
+    table_of(trained)[changed] += torch.randn(len(changed), dim) * spread
+    ways = {
+        "all compared": {},
+        "equal rows left out": {"previous": previous},
+        "rows named": {"rows_read": {"t": changed}},
+    }
+    with TemporaryDirectory() as place:
+        folder = Path(place)
+        scheme = measure_(model, batches, **samples).allocate(compression=20).scheme
+        base = read_state(export(model, scheme, folder / "base", forms=("packed",)))
+        model = copy.deepcopy(trained)
+        begin = time.process_time()
+        _, allocation = whole_(model, base.scheme, base.rows, batches, **samples)
+        export(model, allocation.scheme, folder / "whole", forms=("packed",))
+        whole = time.process_time() - begin
+        print(f"a model of {num_rows:,} rows of {dim}: refreshed whole in {whole:.2f} s of one core")
+        for name, more in ways.items():
+            model, begin = copy.deepcopy(trained), time.process_time()
+            state = delta_(model, base.scheme, base.rows, batches, **samples, **more).state(base, run={})
+            seconds = time.process_time() - begin
+            write_delta(folder / "base", state, folder / "delta", overwrite=True)
+            write = time.process_time() - begin - seconds
+            share = num_bytes(folder / "delta") / num_bytes(folder / "base")
+            part = f"{share:.3f} of the artifact in {seconds:.2f} s and written in {write:.2f} s"
+            print(f"{name}: {part}, {(seconds + write) / whole:.2f} of the whole")
+
+
+def main(num_rows: int = 10_000_000, rows_of_model: int = 2_000_000) -> None:
+    """Prints a line for each share of rows that changed, and for each way to make a delta."""
     torch.manual_seed(0)
+    print_refreshes(rows_of_model)
     state = state_of(num_rows)
     table = state.scheme.tables["t"]
     with TemporaryDirectory() as place:
@@ -68,4 +128,4 @@ def main(num_rows: int = 10_000_000) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:2]))
+    main(*map(int, sys.argv[1:3]))

@@ -6,6 +6,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
@@ -370,7 +371,7 @@ def rotate_(
             _check_turnable(shards, dims, layers, states)
     shapes = {table: (counts.counts[table].numel(), dims[table]) for table in tables}
     rows = whole_rows(shards, shapes, ranks)
-    old = [_axes_of(group, turns or {}) for group in groups]
+    old = [axes_of(group, turns or {}) for group in groups]
     with writing_to_tables(model):
         return [
             _rotate_group_(group, rows, counts, ranks, states, axes, tolerance)
@@ -378,7 +379,7 @@ def rotate_(
         ]
 
 
-def _axes_of(group: RotationGroup, turns: Mapping[str, Tensor]) -> Tensor | None:
+def axes_of(group: RotationGroup, turns: Mapping[str, Tensor]) -> Tensor | None:
     """The axes that the last table of a group was turned into, without the factors of a product;
     None where it was not turned, or a factor was 0."""
     turn = turns.get(group.tables[-1])
@@ -427,8 +428,6 @@ def _rotate_group_(
         if old is not None and _energy_lost(moment, old, rotation) <= tolerance:
             rotation = old
     rotation = ranks.broadcast_(cast(Tensor, rotation).contiguous())
-    if rotation.equal(torch.eye(dim, dtype=rotation.dtype)):
-        return rotation  # they stand there
     _turn_group_(group, rows, rotation, states)
     return rotation
 
@@ -440,6 +439,8 @@ def _turn_group_(
     states: Mapping[int, Mapping[str, Tensor]],
 ) -> None:
     """Turns the tables of a group, what reads them, and the optimizer states of both."""
+    if _stands(rotation):
+        return
     for of_table in rows.values():
         for chunk in of_table.chunks():
             chunk.write_(chunk.values @ rotation.to(chunk.values.device))
@@ -499,20 +500,6 @@ def _factor(weights: Tensor, *, is_first: bool) -> Tensor:
 
 
 @torch.no_grad()
-def turns_of_tables(
-    groups: Sequence[RotationGroup], rotations: Sequence[Tensor], factors: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Table -> what `rotate_` has multiplied its rows by, ``(D, D)`` float64; `factors` are those
-    of products before it."""
-    one = torch.ones(1, dtype=torch.float64)
-    return {
-        table: factors.get(table, one) * rotation.double().cpu()
-        for group, rotation in zip(groups, rotations, strict=True)
-        for table in group.tables
-    }
-
-
-@torch.no_grad()
 def product_factors(groups: Sequence[RotationGroup], dims: Mapping[str, int]) -> dict[str, Tensor]:
     """Table of a product -> the factors of its columns that `rotate_` draws in, ``(D, 1)``."""
     factors = {}
@@ -522,6 +509,68 @@ def product_factors(groups: Sequence[RotationGroup], dims: Mapping[str, int]) ->
                 weights = product.weight[:, product.columns(dims[table])].double()
                 factors[table] = _factor(weights, is_first=table == group.tables[0]).T.cpu()
     return factors
+
+
+@dataclass(frozen=True, eq=False)
+class AxesOfRows:
+    """Axes of some groups, and factors of products in front of them."""
+
+    groups: Sequence[RotationGroup]
+    rotations: Sequence[Tensor]
+    factors: Mapping[str, Tensor]
+
+    @property
+    def turns(self) -> dict[str, Tensor]:
+        """Table -> what `rotate_` multiplies its rows by, ``(D, D)`` float64."""
+        one = torch.ones(1, dtype=torch.float64)
+        return {
+            table: self.factors.get(table, one) * rotation.double().cpu()
+            for group, rotation in zip(self.groups, self.rotations, strict=True)
+            for table in group.tables
+        }
+
+    def turned(self, table: str, values: Tensor) -> Tensor:
+        """Rows as `rotate_` would leave them, to the bit."""
+        for group, rotation in zip(self.groups, self.rotations, strict=True):
+            if table not in group.tables:
+                continue
+            if table in self.factors:
+                values = (values.double() * self.factors[table].T.to(values.device)).to(values)
+            if not _stands(rotation):
+                values = (values.double() @ rotation.to(values.device)).to(values)
+        return values
+
+    @contextmanager
+    @torch.no_grad()
+    def readers_turned(self) -> Iterator[None]:
+        """Within the block what reads the tables is turned; then it is as it was, to the bit."""
+        layers = [layer for group in self.groups for layer in group.layers()]
+        old = [layer.clone() for layer in layers]
+        try:
+            for group, rotation in zip(self.groups, self.rotations, strict=True):
+                _turn_readers_(group, rotation, {})
+            yield
+        finally:
+            for layer, value in zip(layers, old, strict=True):
+                layer.copy_(value)
+
+
+def axes_of_rows(
+    model: nn.Module, turns: Mapping[str, Tensor], leave_alone: Collection[str]
+) -> AxesOfRows | None:
+    """The axes in which rows can be read of a model that is not turned: every group has some, and
+    the tables are whole rows of float32. One all_reduce."""
+    groups, modules = rotation_groups(model, leave_alone), list(collections(model).values())
+    dims = _embedding_dims(modules)
+    rotations = [axes for group in groups if (axes := axes_of(group, turns)) is not None]
+    shards = [shard for module in modules for shard in local_shards(module)]
+    is_whole = len(rotations) == len(groups) and all(
+        shard.weight.dtype == torch.float32 and shard.weight.shape[1] == dims[shard.table]
+        for shard in shards
+    )
+    if int(ranks_of(*modules).max_(torch.tensor([not is_whole]).long())):
+        return None
+    return AxesOfRows(groups, rotations, product_factors(groups, dims))
 
 
 @torch.no_grad()
@@ -539,17 +588,27 @@ def turn_readers_(
         turn = turns.get(group.tables[-1])
         if turn is None:
             continue
-        dim = len(turn)
-        factors = product_factors([group], dict.fromkeys(group.tables, dim))
-        if group.product is not None:
-            _draw_in_(group.product, dim, group.tables[0], (), states)
+        factors = product_factors([group], dict.fromkeys(group.tables, len(turn)))
         # Factors of the last table are no less than 0: a row's length.
         lengths = turn.double().norm(dim=1, keepdim=True).clamp(min=1e-30)
         first, _, second = torch.linalg.svd(turn.double() / lengths)
         rotation = first @ second
-        _turn_group_(group, {}, rotation, states)
-        matrices |= turns_of_tables([group], [rotation], factors)
+        _turn_readers_(group, rotation, states)
+        matrices |= AxesOfRows([group], [rotation], factors).turns
     return matrices
+
+
+def _stands(rotation: Tensor) -> bool:
+    """Whether a model stands in its axes already."""
+    return rotation.equal(torch.eye(len(rotation), dtype=rotation.dtype))
+
+
+def _turn_readers_(
+    group: RotationGroup, rotation: Tensor, states: Mapping[int, Mapping[str, Tensor]]
+) -> None:
+    if group.product is not None:
+        _draw_in_(group.product, len(rotation), group.tables[0], (), states)
+    _turn_group_(group, {}, rotation, states)
 
 
 def _states_like(

@@ -73,6 +73,14 @@ class AxesChange:
     rotations: list[Tensor]
     turns: dict[str, Tensor]
 
+    @classmethod
+    def of(
+        cls, model: nn.Module, counts: FrequencyCounts, leave_alone: Collection[str]
+    ) -> AxesChange:
+        """A model that can be turned, see `with_axes_`, and is not turned yet."""
+        had_axes = axes.has_axes(get_unwrapped_module(model).state_dict())
+        return cls(axes.with_axes_(model), counts, leave_alone, had_axes, [], {})
+
     def turn_(
         self,
         batch: Batch,
@@ -91,7 +99,7 @@ class AxesChange:
         self.rotations[:] = axes.rotate_(
             model, self.counts, leave_alone=self.leave_alone, turns=turns, tolerance=tolerance
         )
-        self.turns.update(axes.turns_of_tables(groups, self.rotations, factors))
+        self.turns.update(axes.AxesOfRows(groups, self.rotations, factors).turns)
         new, _ = predictions_of(model, batch, loss, "batch 0", ranks)
         _check_unchanged(old, new, ranks)
         return old
@@ -322,9 +330,7 @@ def measure_(
             read = (features(batch) for batch in batches)
             counts = count_over_ranks(read, tables, process_group=ranks.group)
         blocks = blocks_from_counts(counts, tables, num_blocks=num_blocks, leave_alone=leave_alone)
-        had_axes = axes.has_axes(get_unwrapped_module(model).state_dict())
-        axes.with_axes_(model)
-        axes_change = AxesChange(model, counts, leave_alone, had_axes, [], {})
+        axes_change = AxesChange.of(model, counts, leave_alone)
         with axes_change.undo_on_failure():
             num_outputs = axes_change.turn_(batch, loss, turns).shape[1]
             worth = curvature_of_read_tables(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -33,7 +34,7 @@ from dnis_torchrec.artifact.write import as_json, hashes_of, write_artifact, wri
 from dnis_torchrec.blocks.codes import ColumnCodes, row_strides
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.checks import check, check_known, versions
-from dnis_torchrec.data.files import FolderKind, Positive, new_folder
+from dnis_torchrec.data.files import FolderKind, Positive, folder_lock, new_folder
 from dnis_torchrec.scheme import PACKED, MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.gate import Gate
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection, PackedTable, split_blocks
@@ -125,7 +126,8 @@ def apply_delta(target: _Target, delta: Path | str) -> _Target:
     A module takes it between two lookups, while other threads look up: each answer is that of one
     version. New tensors are built beside the old ones; tables without a change stay as they are, in
     their mapped files. A folder is written whole and takes the old one's place at once; it is then
-    what a whole artifact of that state would be, byte for byte. What fails changes nothing.
+    what a whole artifact of that state would be, byte for byte. What fails changes nothing. Other
+    processes that apply a delta to the folder meanwhile wait.
 
     Local, no collective.
 
@@ -154,8 +156,9 @@ def apply_delta(target: _Target, delta: Path | str) -> _Target:
         elif isinstance(target, Predictor):
             _change_model_(target.model, change, target)
         else:
-            state = _state_of(read_state(target), change)
-            write_state(state, target, overwrite=True)
+            ArtifactFolder(target)
+            with folder_lock(Path(os.path.abspath(target)).parent):  # its place is what changes
+                write_state(_state_of(read_state(target), change), target, overwrite=True)
     return target
 
 
@@ -360,9 +363,7 @@ def _difference(
         ]
         parts |= {"newborn": gaps_of(torch.cat(ids)), "bits": bits[-1]}
     if new.has_codes and old.has_codes:
-        scale, shift = (
-            pad(part, (0, 0, 0, num_new)) for part in (old.codes.scale, old.codes.shift)
-        )
+        scale, shift = (pad(x, (0, 0, 0, num_new)) for x in (old.codes.scale, old.codes.shift))
         is_other = (new.codes.scale != scale) | (new.codes.shift != shift)
         numbers = is_other.any(dim=1).nonzero().flatten()
         if len(numbers):
@@ -481,14 +482,13 @@ def read_delta(path: Path | str) -> Delta:
 
 def _others(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of `new` that have other bytes in `old`."""
-    return {key: value for key, value in new.items() if not _same(old.get(key), value)}
+    return {key: new[key] for key in new if key not in old or not _same(old[key], new[key])}
 
 
-def _same(first: Tensor | None, second: Tensor) -> bool:
-    if first is None or _kind(first) != _kind(second):
-        return False
+def _same(first: Tensor, second: Tensor) -> bool:
     one, other = (part.detach().cpu().contiguous().flatten() for part in (first, second))
-    return one.view(torch.uint8).equal(other.view(torch.uint8))
+    is_same = _kind(first) == _kind(second)
+    return is_same and one.view(torch.uint8).equal(other.view(torch.uint8))
 
 
 def _kind(tensor: Tensor) -> str:
@@ -549,9 +549,8 @@ def _with_delta(module: ServedCollection, delta: Delta) -> Any:
             schemes[name] = replace(single, **cast(Any, features))
         return ServedEmbeddingCollection(MixedDimensionScheme(schemes), tables)
     place, remedy = type(module).__name__, "load it with form='packed'"
-    check(
-        isinstance(module, PackedEmbeddingBagCollection), place, "packed tables", "others", remedy
-    )
+    is_packed = isinstance(module, PackedEmbeddingBagCollection)
+    check(is_packed, place, "packed tables", "others", remedy)
     collection = cast(PackedEmbeddingBagCollection, module)
     schemes, packed_tables = {}, {}
     for name, table in collection.schemes().items():
@@ -560,9 +559,8 @@ def _with_delta(module: ServedCollection, delta: Delta) -> Any:
         old = collection.table(name)
         rows = _rows_of(table, new, old.rows, parts, place)
         directory = old.directory if new.routing is table.routing else None
-        codes = new.codes
-        fields = PackedTable.from_rows(new, rows, codes.scale, codes.shift, directory)
-        packed_tables[name] = fields
+        codes = new.codes.scale, new.codes.shift
+        packed_tables[name] = PackedTable.from_rows(new, rows, *codes, directory)
     way = "zero" if collection._zero_unknown else "error"
     scheme = MixedDimensionScheme(schemes)
     return PackedEmbeddingBagCollection(scheme, packed_tables, unknown_ids=way).to(module.device)

@@ -7,19 +7,20 @@ the artifact's scheme, and gives the state that differs from it in as little as 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from torchrec.datasets.utils import Batch
-from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
+from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from dnis_torchrec.allocation.axes import has_axes, with_axes_
+from dnis_torchrec.allocation.axes import AxesOfRows, axes_of_rows
 from dnis_torchrec.allocation.bits import Allocation, allocate
 from dnis_torchrec.allocation.compress import AxesChange, Measured, measure_, widened_
 from dnis_torchrec.allocation.curvature import (
@@ -43,6 +44,7 @@ from dnis_torchrec.allocation.energies import (
 )
 from dnis_torchrec.allocation.gains import LossSample, output_bias
 from dnis_torchrec.artifact.delta import ServedState
+from dnis_torchrec.artifact.load import Rows
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.codes import FLOAT_BITS, ColumnCodes, fit_codes, is_coded, row_strides
 from dnis_torchrec.blocks.counts import FrequencyCounts
@@ -51,8 +53,11 @@ from dnis_torchrec.checks import check
 from dnis_torchrec.data.batches import for_lookup
 from dnis_torchrec.data.task import Task
 from dnis_torchrec.ops.packed import pack_values, values_in_codes
+from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import PACKED, MixedDimensionScheme, TableScheme, compression_of
 from dnis_torchrec.selection.shards import (
+    VALUES_PER_OPERATION,
+    TableShard,
     collections,
     dense_state,
     local_shards,
@@ -77,8 +82,9 @@ ROWS_TO_FIT = 2048
 ROWS_TO_COMPARE = 256
 """Rows of a block that tell in which axes a model stands."""
 SAME_TURN = 1e-5
-"""How far rounding moves what rows are multiplied by; a product's weights that learn move it more.
-"""
+"""How far rounding moves what rows are multiplied by: less than a product's weights that learn."""
+_PartOfBlock = tuple[int, Tensor, Tensor]
+"""A block, some of its rows by id, and their bytes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,8 +98,8 @@ class Refresh:
 
     def state(self, base: ServedState, **facts: Any) -> ServedState:
         """What stands in place of the artifact, its weights in the order that its file has."""
-        names = [name for name in {**base.dense, **self.dense} if name in self.dense]
-        dense = {name: self.dense[name] for name in names}
+        names = {**base.dense, **self.dense}
+        dense = {name: self.dense[name] for name in names if name in self.dense}
         return replace(base, scheme=self.scheme, rows=self.rows, dense=dense, **facts)
 
 
@@ -114,14 +120,13 @@ def whole_(
     Turns the model, as `measure_` does and with its collectives; `export` writes what comes back.
     """
     with tables_named_apart(model):
-        turns = _turns_of(model, scheme, rows, counts)
         measurement = measure_(
             *(model, batches),
             loss=loss,
             counts=counts,
             held_out=held_out,
             leave_alone=leave_alone,
-            turns=turns,
+            turns=_turns_of(model, _served(scheme, rows), counts),
         )
         size = scheme.compression(PACKED) if compression is None else compression
         return measurement, measurement.allocate(compression=size)
@@ -136,6 +141,7 @@ def delta_(
     loss: Loss | Task,
     counts: FrequencyCounts,
     rows_read: Mapping[str, Tensor] | None = None,
+    previous: Mapping[str, Rows] | None = None,
     held_out: Iterable[Batch] | None = None,
     leave_alone: Collection[str] = (),
 ) -> Refresh:
@@ -144,22 +150,29 @@ def delta_(
 
     `rows` are the artifact's bit fields, `batches` the newest samples, `counts` those of all days.
     `rows_read` has the rows that training has read since, by table; without it codes are compared.
+    Of a table in `previous`, as the artifact was made of it, only rows that differ are compared.
     Codes are the nearest ones: nothing is measured but a sample of rows. Gains that held-out
     samples teach move scales alone.
 
-    Distributed: turns the model, with the collectives of `rotate_`; one reduction of the sample of
-    every table; each rank encodes the rows that it holds, and all gather them.
+    Turns the model only where it has to: where samples are held out, rows are cut over ranks, or a
+    group has no axes. Otherwise the rows that are encoded turn as they are read.
+
+    Distributed: the collectives of `rotate_` where it turns; one reduction of the sample of every
+    table, one of its rows in `previous`; each rank encodes rows that it holds, and all gather them.
     """
+    rows_read, previous = dict(rows_read or {}), dict(previous or {})
     with tables_named_apart(model):
         model = widened_(model)
-        turns = _turns_of(model, scheme, rows, counts)
-        had_axes = has_axes(get_unwrapped_module(model).state_dict())
-        with_axes_(model)
-        change = AxesChange(model, counts, leave_alone, had_axes, [], {})
+        served = _served(scheme, rows)
+        old_turns = _turns_of(model, served, counts)
+        change = AxesChange.of(model, counts, leave_alone)
+        axes = axes_of_rows(model, old_turns, leave_alone) if held_out is None else None
         with change.undo_on_failure():
             batch = checked_batch(next(iter(batches)), loss, "batch 0")
-            num_outputs = change.turn_(batch, loss, turns, math.inf).shape[1]
-            of_model, tables, is_fitted = _rows_of(model), dict[str, TableScheme](), {}
+            if axes is None:
+                num_outputs = change.turn_(batch, loss, old_turns, math.inf).shape[1]
+            turns = change.turns if axes is None else axes.turns
+            of_model, tables, is_fitted = _rows_of(model, axes), dict[str, TableScheme](), {}
             frozen = {n: _with_newborn(t, counts.counts[n]) for n, t in scheme.tables.items()}
             for name, table in frozen.items():
                 codes, is_fitted[name] = _fitted_codes(
@@ -169,7 +182,7 @@ def delta_(
             shift: AbstractContextManager[None] = nullcontext()
             result = MixedDimensionScheme(tables)
             if held_out is not None:
-                ranks = of_model[next(iter(of_model))].ranks
+                ranks = of_model[next(iter(of_model))].whole.ranks
                 bias = output_bias(model, batch, loss, ranks)
                 sample = LossSample(
                     *(model, held_out, _blocks_of(tables, counts)),
@@ -184,13 +197,16 @@ def delta_(
                     shift = bias.shifted(model, prediction.output_shift)
             new_rows, num_changed, tables = {}, {}, {}
             for name, table in result.tables.items():
-                turn, old = change.turns.get(name), scheme.tables[name]
-                has_ids = rows_read is not None and not _moves(turn, turns.get(name))
-                ids = rows_read.get(name) if rows_read is not None and has_ids else None
-                parts = _encode(table, old, rows[name], of_model[name], is_fitted[name], ids)
+                turn, ids = turns.get(name), None
+                stays = not _moves(turn, old_turns.get(name))
+                compares = not (stays and name in rows_read)
+                if stays and name in (rows_read | previous):
+                    ids = of_model[name].unlike(previous[name]) if compares else rows_read[name]
+                old = served[name] if compares else None
+                parts = _encode(table, of_model[name], is_fitted[name], ids, old)
                 new_rows[name], num_changed[name] = _with_parts(table, rows[name], parts)
                 tables[name] = replace(table, turn=turn, row_gain=table.gain)
-            with shift:
+            with shift, nullcontext() if axes is None else axes.readers_turned():
                 dense = {k: part.detach().cpu().clone() for k, part in dense_state(model).items()}
     return Refresh(MixedDimensionScheme(tables), new_rows, dense, num_changed)
 
@@ -223,44 +239,74 @@ def _tables_of(model: nn.Module) -> list[EmbeddingBagConfig]:
     return [table for module in collections(model).values() for table in table_configs_of(module)]
 
 
-def _rows_of(model: nn.Module) -> dict[str, WholeRows]:
-    """The rows of every table that this rank walks through."""
+@dataclass(frozen=True, eq=False)
+class _ModelRows:
+    """The rows of a table as they are encoded: turned, in the model or as they are read."""
+
+    whole: WholeRows
+    turned: Callable[[Tensor], Tensor]
+
+    def sampled(self, sample: RowSample) -> Tensor:
+        """The values of some rows. One all_reduce."""
+        whole = self.whole
+        copies = 1 if whole.is_cut else whole.copies
+        values = sampled_values(sample, whole.shards, whole.shape[1], copies, whole.ranks)
+        return self.turned(values)
+
+    def parts(self, ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Those of some rows that this rank holds, a few at a time, and their values. An all_reduce
+        for each few where rows are cut."""
+        whole, dim = self.whole, self.whole.shape[1]
+        spans: list[tuple[Tensor, Sequence[TableShard], Ranks]] = [(ids, whole.shards, whole.ranks)]
+        if not whole.is_cut:
+            bounds = [shard.window[0] for shard in whole.shards]
+            of_shards = [ids[(ids >= rows.start) & (ids < rows.stop)] for rows in bounds]
+            spans = [(part, [s], Ranks()) for part, s in zip(of_shards, whole.shards, strict=True)]
+        for of_span, shards, ranks in spans:
+            for part in of_span.split(max(1, VALUES_PER_OPERATION // dim)):
+                sample = RowSample(part, part, part)
+                yield part, self.turned(sampled_values(sample, shards, dim, 1, ranks))
+
+    def unlike(self, old: Rows) -> Tensor:
+        """The rows that have other values than old ones. One all_reduce."""
+        is_other = torch.zeros(self.whole.shape[0], dtype=torch.uint8)
+        for shard in self.whole.shards:
+            for chunk, rows, columns in shard.chunks():
+                change = chunk.cpu() - old(rows.start, rows.stop)[:, columns]
+                is_other[rows] |= (change.abs_().amax(1) != 0).to(is_other)  # NaN is another value
+        return self.whole.ranks.max_(is_other).nonzero().flatten()
+
+
+def _rows_of(model: nn.Module, axes: AxesOfRows | None = None) -> dict[str, _ModelRows]:
+    """The rows of every table that this rank walks through, in other axes than they stand in."""
     modules = list(collections(model).values())
     shards, ranks = [shard for part in modules for shard in local_shards(part)], ranks_of(*modules)
     shapes = {t.name: (t.num_embeddings, t.embedding_dim) for t in _tables_of(model)}
-    return whole_rows(shards, shapes, ranks)
-
-
-def _sampled(whole: WholeRows, sample: RowSample) -> Tensor:
-    """The values of some rows. One all_reduce."""
-    copies = 1 if whole.is_cut else whole.copies
-    return sampled_values(sample, whole.shards, whole.shape[1], copies, whole.ranks)
+    return {
+        name: _ModelRows(of_table, partial((axes or AxesOfRows([], [], {})).turned, name))
+        for name, of_table in whole_rows(shards, shapes, ranks).items()
+    }
 
 
 def _turns_of(
-    model: nn.Module,
-    scheme: MixedDimensionScheme,
-    rows: Mapping[str, Tensor],
-    counts: FrequencyCounts,
+    model: nn.Module, served: Mapping[str, _Served], counts: FrequencyCounts
 ) -> dict[str, Tensor]:
     """What turns a model's rows into an artifact's axes, by table: the artifact's turns, or none at
     all where its rows agree better with what is served as they are."""
-    whole = _rows_of(model)
-    check([*whole] == [*scheme.tables], "artifact", f"tables {[*whole]}", [*scheme.tables])
-    for name, table in scheme.tables.items():
+    whole, tables = _rows_of(model), {name: part.table for name, part in served.items()}
+    check([*whole] == [*tables], "artifact", f"tables {[*whole]}", [*tables])
+    for name, table in tables.items():
         shape, place = (table.num_embeddings, table.embedding_dim), f"table {name!r}"
-        check(
-            whole[name].shape == shape, place, f"the artifact's N, D = {shape}", whole[name].shape
-        )
+        actual = whole[name].whole.shape
+        check(actual == shape, place, f"the artifact's N, D = {shape}", actual)
         check(table.has_codes, place, "columns in codes", "none", "compress the model first")
-    turns = {name: t.turn.double() for name, t in scheme.tables.items() if t.turn is not None}
+    turns = {name: t.turn.double() for name, t in tables.items() if t.turn is not None}
     errors = torch.zeros(2, dtype=torch.float64)
     for name, turn in turns.items():
-        table = scheme.tables[name]
+        table = tables[name]
         sample = _some_rows(counts.counts[name], table.routing, ROWS_TO_COMPARE)
-        values = _sampled(whole[name], sample).double()
-        served_values = _Served(table, rows[name]).values(sample.rows)
-        old_values = _ungained(served_values, sample.blocks, table.row_gain)
+        values = whole[name].sampled(sample).double()
+        old_values = _ungained(served[name].values(sample.rows), sample.blocks, table.row_gain)
         for index, of_model in enumerate((values @ turn, values)):
             is_retained = pad(table.retained, (0, 0, 0, 1))[sample.blocks]
             squares = (of_model - old_values).square() * is_retained * sample.weights[:, None]
@@ -289,24 +335,42 @@ class _Served:
     """Looks rows of a table up, to get the values that are served."""
 
     def __init__(self, table: TableScheme, rows: Tensor) -> None:
-        packed = PackedTable.from_rows(table, rows, table.codes.scale, table.codes.shift)
-        scheme = table_of_single_ids(table)
-        self._module = PackedEmbeddingBagCollection(scheme, {table.name: packed})
+        self.table, self._rows = table, rows
+
+    @cached_property
+    def _module(self) -> PackedEmbeddingBagCollection:
+        codes = self.table.codes  # to find all rows takes a while, and may not be needed
+        packed = PackedTable.from_rows(self.table, self._rows, codes.scale, codes.shift)
+        scheme = table_of_single_ids(self.table)
+        return PackedEmbeddingBagCollection(scheme, {self.table.name: packed})
 
     def values(self, ids: Tensor) -> Tensor:
         """The values of some rows, ``(n, D)``; zeros where nothing is stored."""
         return self._module.lookup(ids, torch.arange(len(ids) + 1))
 
 
+def _served(scheme: MixedDimensionScheme, rows: Mapping[str, Tensor]) -> dict[str, _Served]:
+    return {name: _Served(table, rows[name]) for name, table in scheme.tables.items()}
+
+
 def _some_rows(counts: Tensor, routing: RowRouting, rows_per_block: int) -> RowSample:
     """Rows of every block at equal distances, each standing for as many; rising."""
-    blocks, parts = routing.all_blocks(), [torch.zeros(0, dtype=torch.int64)]
     steps = (routing.row_counts() // rows_per_block).clamp(min=1)
-    for s in range(routing.num_blocks):
-        parts.append((blocks == s).nonzero().flatten()[:: int(steps[s])])
-    rows = torch.cat(parts).sort().values
-    weights = counts[rows].double().clamp(min=UNSEEN_WEIGHT) * steps[blocks[rows]]
-    return RowSample(rows, blocks[rows], weights)
+    pairs = zip(_rows_of_blocks(routing), steps.tolist(), strict=True)
+    rows = torch.cat([of_block[::step] for of_block, step in pairs]).sort().values
+    blocks = routing.block_of(rows)
+    weights = counts[rows].double().clamp(min=UNSEEN_WEIGHT) * steps[blocks]
+    return RowSample(rows, blocks, weights)
+
+
+def _rows_of_blocks(routing: RowRouting) -> Sequence[Tensor]:
+    """The rows of every block, rising."""
+    sizes, blocks = routing.row_counts(include_unassigned=True).tolist(), routing.block_of_row
+    if blocks is None:
+        return torch.arange(routing.num_embeddings).split(sizes)[:-1]
+    # bytes are sorted in no time
+    blocks = blocks if blocks.dtype == torch.uint8 else blocks.int()
+    return blocks.argsort(stable=True).split(sizes)[:-1]
 
 
 def _with_newborn(table: TableScheme, counts: Tensor) -> TableScheme:
@@ -335,8 +399,7 @@ def _with_newborn(table: TableScheme, counts: Tensor) -> TableScheme:
     gain = None if table.row_gain is None else pad(table.row_gain, (0, 0, 0, 1), value=1.0)
     routing = RowRouting.from_map(blocks, last + 1)
     bare = replace(table, bits=None, scale=None, shift=None, feedback=None, gain=None)
-    retained, num_retained = codes.bits > 0, 0
-    larger = replace(bare, routing=routing, retained=retained, num_retained=num_retained)
+    larger = replace(bare, routing=routing, retained=codes.bits > 0, num_retained=0)
     return replace(larger.with_codes(codes), row_gain=gain)
 
 
@@ -357,18 +420,14 @@ def _blocks_of(tables: Mapping[str, TableScheme], counts: FrequencyCounts) -> Ro
     )
 
 
-BlockRows = tuple[int, Tensor, Tensor]
-"""A block, some of its rows by id, and their bytes."""
-
-
 def _fitted_codes(
-    table: TableScheme, old: TableScheme, rows: WholeRows, counts: Tensor
+    table: TableScheme, old: TableScheme, rows: _ModelRows, counts: Tensor
 ) -> tuple[ColumnCodes, Tensor]:
     """The codes of a table: old scales where they still fit; and which blocks have new ones."""
     codes, has_code = _ungained_codes(table), is_coded(table.codes.bits)
     scale, shift = codes.scale.clone(), codes.shift.clone()
     sample = _some_rows(counts, table.routing, ROWS_TO_FIT)
-    values, is_fitted = _sampled(rows, sample), torch.zeros(table.num_blocks, dtype=torch.bool)
+    values, is_fitted = rows.sampled(sample), torch.zeros(table.num_blocks, dtype=torch.bool)
     plain = values_in_codes(values, sample.blocks, codes, place=table.name)
     of_old = (values - plain).double().square() * sample.weights[:, None]
     row_counts = table.routing.row_counts()
@@ -396,62 +455,60 @@ def _fitted_codes(
 
 def _fit(values: Tensor, weights: Tensor, bits: Tensor) -> ColumnCodes:
     """The best codes of some columns of a block, each at its own width."""
+    scale, shift = torch.ones(len(bits)), torch.zeros(len(bits), dtype=torch.int16)
     widths = bits.unique().tolist()
-    index = torch.searchsorted(torch.tensor(widths), bits.long())[None]
-    fit = fit_codes(values, weights, widths)
-    return ColumnCodes(bits[None], fit.scale.gather(0, index), fit.shift.gather(0, index))
+    for index, width in enumerate(widths):
+        here = bits == width
+        fit = fit_codes(values[:, here], weights, widths[: index + 1])  # narrower ones come first
+        scale[here], shift[here] = fit.scale[-1], fit.shift[-1]
+    return ColumnCodes(bits[None], scale[None], shift[None])
 
 
 def _encode(
     table: TableScheme,
-    old: TableScheme,
-    rows: Tensor,
-    of_model: WholeRows,
+    of_model: _ModelRows,
     is_fitted: Tensor,
-    ids_read: Tensor | None,
-) -> list[BlockRows]:
-    """Rows of a table whose codes are to be written, those of all ranks."""
-    is_read = torch.ones(table.num_embeddings, dtype=torch.bool)
-    if ids_read is not None:
-        is_read = torch.zeros_like(is_read)
-        is_read[ids_read] = True
-    parts, served = list[BlockRows](), _Served(old, rows) if ids_read is None else None
-    codes = table.codes
-    has_bytes = pad(row_strides(codes.bits) > 0, (0, 1))
-    is_writer = of_model.copies == 1 or of_model.ranks.is_first
-    for chunk in of_model.chunks():
-        ids = torch.arange(chunk.rows.start, chunk.rows.stop)
-        blocks = table.routing.block_of(ids)
-        is_here = has_bytes[blocks] & (is_read[chunk.rows] | pad(is_fitted, (0, 1))[blocks])
-        if not is_writer or not bool(is_here.any()):
+    ids: Tensor | None,
+    served: _Served | None,
+) -> list[_PartOfBlock]:
+    """Rows of a table whose codes are to be written, those of all ranks: some, or all, or those of
+    them that differ from what is served."""
+    codes, blocks, place = table.codes, table.routing.all_blocks(), table.name
+    whole = of_model.whole
+    is_due = torch.ones_like(blocks, dtype=torch.bool)
+    if ids is not None:
+        is_due = pad(is_fitted, (0, 1))[blocks].index_fill_(0, ids, True)
+    is_due &= pad(row_strides(codes.bits) > 0, (0, 1))[blocks]
+    parts, is_writer = list[_PartOfBlock](), whole.copies == 1 or whole.ranks.is_first
+    for rows, values in of_model.parts(is_due.nonzero().flatten()):
+        if not is_writer:
             continue
-        ids, blocks, values = ids[is_here], blocks[is_here], chunk.values.cpu()[is_here].float()
+        of_rows = blocks[rows]
         if served is not None:
-            new = values_in_codes(values, blocks, codes, place=table.name)
-            both = (served.values(ids), old.row_gain), (new, table.gain)
+            new = values_in_codes(values, of_rows, codes, place=place)
+            both = (served.values(rows), served.table.row_gain), (new, table.gain)
             errors = [
-                (_ungained(part, blocks, gain) - values).square().sum(1) for part, gain in both
+                (_ungained(part, of_rows, gain) - values).square().sum(1) for part, gain in both
             ]
-            differs = is_fitted[blocks] | (errors[0] > WORST_CODES * errors[1])
-            ids, blocks, values = ids[differs], blocks[differs], values[differs]
-        fields, row_counts = pack_values(values, blocks, codes, place=table.name)
+            differs = is_fitted[of_rows] | (errors[0] > WORST_CODES * errors[1])
+            rows, of_rows, values = rows[differs], of_rows[differs], values[differs]
+        fields, row_counts = pack_values(values, of_rows, codes, place=place)
         for s, of_block in enumerate(split_blocks(fields, row_counts, codes.bits)):
             if of_block.numel():
-                parts.append((s, ids[blocks == s], of_block))
-    return [part for of_rank in of_model.ranks.gather(parts) for part in of_rank]
+                parts.append((s, rows[of_rows == s], of_block))
+    return [part for of_rank in whole.ranks.gather(parts) for part in of_rank]
 
 
 def _errors(values: Tensor, sample: RowSample, codes: ColumnCodes) -> Tensor:
     """The share of a column's energy that its nearest codes leave, ``(S, D)``."""
     rest = values - values_in_codes(values, sample.blocks, codes, place="codes")
+    squares = torch.stack([rest, values]).double().square() * sample.weights[:, None]
     sums = torch.zeros(2, *codes.bits.shape, dtype=torch.float64)
-    for total, part in zip(sums, (rest, values), strict=True):
-        squares = part.double().square() * sample.weights[:, None]
-        total.index_add_(0, sample.blocks, squares)
+    sums.index_add_(1, sample.blocks, squares)
     return sums[0] / sums[1].clamp(min=torch.finfo(torch.float64).tiny)
 
 
-def _with_parts(table: TableScheme, rows: Tensor, parts: list[BlockRows]) -> tuple[Tensor, int]:
+def _with_parts(table: TableScheme, rows: Tensor, parts: list[_PartOfBlock]) -> tuple[Tensor, int]:
     """Bit fields with some rows written anew, behind them those of a block that is new; and how
     many rows have other bytes."""
     if not parts:
@@ -459,16 +516,13 @@ def _with_parts(table: TableScheme, rows: Tensor, parts: list[BlockRows]) -> tup
     size = int(table.routing.row_counts() @ row_strides(table.codes.bits))
     old_size, num_changed = len(rows), 0
     rows = pad(rows, (0, size - old_size)) if size > old_size else rows.clone()
-    blocks, of_rows = (
-        split_blocks(rows, table.routing.row_counts(), table.codes.bits),
-        table.routing.all_blocks(),
-    )
+    blocks = split_blocks(rows, table.routing.row_counts(), table.codes.bits)
+    rows_of_blocks = _rows_of_blocks(table.routing)
     begin = rows.storage_offset()
     for s in sorted({s for s, _, _ in parts}):
-        of_block = (of_rows == s).nonzero().flatten()
         is_new = blocks[s].storage_offset() - begin >= old_size
         for _, ids, fields in (part for part in parts if part[0] == s):
-            place = torch.searchsorted(of_block, ids)
+            place = torch.searchsorted(rows_of_blocks[s], ids)
             num_changed += int((is_new | (blocks[s][place] != fields).any(dim=1)).sum())
             blocks[s][place] = fields
     return rows, num_changed
@@ -486,6 +540,7 @@ def _losses(worth: Curvature, energies: RoundingEnergies, name: str, bits: Tenso
 def drift(
     model: nn.Module,
     scheme: MixedDimensionScheme,
+    rows: Mapping[str, Tensor],
     batches: Iterable[Batch],
     *,
     loss: Loss | Task,
@@ -495,10 +550,13 @@ def drift(
     """Table -> what a fresh allocation of the same bytes is predicted to save, over the loss; a
     whole refresh is due once all of them add up to more than `MOST_DRIFT`.
 
-    The model stands in the scheme's axes, as `delta_` leaves it. Distributed: `curvature` twice,
-    and `rounding_energies`.
+    Turns the model into the axes of the artifact, whose bit fields are `rows`. Distributed: the
+    collectives of `rotate_`, `curvature` twice, and `rounding_energies`.
     """
     with tables_named_apart(model):
+        change = AxesChange.of(model, counts, leave_alone)
+        batch = checked_batch(next(iter(batches)), loss, "batch 0")
+        change.turn_(batch, loss, _turns_of(model, _served(scheme, rows), counts), math.inf)
         of_model, result = _rows_of(model), {}
         blocks = blocks_from_counts(counts, _tables_of(model), leave_alone=leave_alone)
         more: Any = {"loss": loss, "warns": False, "couplings": False}
@@ -514,12 +572,12 @@ def drift(
                 batch, number = batch.to(device_of(model)), len(batch.labels)
                 value = mean_loss(outputs_of(model, batch, loss), batch, loss, "newest samples")
                 sums += torch.tensor([number * float(value), number])
-        total, num_samples = of_model[next(iter(of_model))].ranks.sum_(sums).tolist()
+        total, num_samples = of_model[next(iter(of_model))].whole.ranks.sum_(sums).tolist()
         mean = max(abs(total / num_samples), 1e-30)
         for name, table in fresh.tables.items():
             old, times = scheme.tables[name], counts.counts[name]
             sample = _some_rows(times, old.routing, ROWS_TO_FIT)
-            errors = _errors(_sampled(of_model[name], sample), sample, _ungained_codes(old))
+            errors = _errors(of_model[name].sampled(sample), sample, _ungained_codes(old))
             lost = float((of_old.curvature[name].cpu().clamp(min=0) * errors).sum()) / 2
             of_fresh = float(_losses(worth, energies, name, table.codes.bits).sum())
             result[name] = (lost - of_fresh) / mean

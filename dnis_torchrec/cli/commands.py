@@ -21,7 +21,7 @@ from dnis_torchrec.allocation.axes import rotation_groups
 from dnis_torchrec.allocation.compress import measure_
 from dnis_torchrec.artifact.delta import ServedState, read_state, write_delta
 from dnis_torchrec.artifact.export import export, load_model
-from dnis_torchrec.artifact.load import ArtifactFolder, read_scheme
+from dnis_torchrec.artifact.load import ArtifactFolder, Rows, read_scheme
 from dnis_torchrec.artifact.manifest import ENCODER, MANIFEST, read_manifest, write_manifest
 from dnis_torchrec.artifact.package import write_package
 from dnis_torchrec.artifact.refresh import MOST_DRIFT, Refresh, delta_, drift, whole_
@@ -269,7 +269,10 @@ def data_to_measure(
     check(is_fit, "--from", "a run, as Recipe.data is a stream", source, remedy)
     run = RunFolder.open(cast(Path, source))
     data, counts, number = streams.data_of_stream(run, ranks)
-    head |= {"notes": [streams.RECENT_NOTE.format(number)], "stream": run.read_head()["stream"]}
+    head |= {"notes": [streams.RECENT_NOTE.format(number)]}
+    head |= {
+        key: value for key, value in run.read_head().items() if key in ("stream", "weights_sha256")
+    }
     return replace(recipe, data=data), data, counts, None
 
 
@@ -605,7 +608,10 @@ def run_report(folders: Sequence[Path]) -> report.Results:
 
 # refresh
 
-_RECORD = ("recipe", "columns", "seed", "embedding_dim", "stream", "versions", "refit")
+_RECORD = (
+    *("recipe", "columns", "seed", "embedding_dim", "stream", "weights_sha256", "versions"),
+    "refit",
+)
 """Fields of a run that its artifact has, too."""
 
 
@@ -639,7 +645,10 @@ def run_refresh(settings: options.RefreshCommand) -> Iterator[str]:
             yield f"predicted increase of the loss: {allocation.predicted_loss_increase:.3g}"
             yield f"artifact: {address_of(settings.out)}"
             return
-        result = delta_(model, base.scheme, base.rows, held_out=held_out, **samples)
+        previous = previous_tables(head, base)
+        result = delta_(
+            model, base.scheme, base.rows, held_out=held_out, previous=previous, **samples
+        )
         with together():
             if ranks.is_first:
                 of_encoder = base.encoder if encoder is None else encoder.to_bytes()
@@ -647,12 +656,23 @@ def run_refresh(settings: options.RefreshCommand) -> Iterator[str]:
                 write_delta(settings.artifact, new, settings.out)
         yield from _delta_lines(result, base, settings.out)
         yield f"delta: {address_of(settings.out)}"
-        by_table = drift(model, result.scheme, **samples)
+        by_table = drift(model, result.scheme, result.rows, **samples)
         for name, share in by_table.items():
             yield f"drift of {name}: {share:+.2%} of the loss, beside a fresh allocation"
         total = sum(by_table.values())
         advice = "a whole refresh is due" if total > MOST_DRIFT else f"{MOST_DRIFT:.1%} is fine"
         yield f"drift of all tables: {total:+.2%}; {advice}"
+
+
+def previous_tables(head: Mapping[str, Any], base: ServedState) -> dict[str, Rows]:
+    """The tables that an artifact was made of, where the run of this head began with that run and
+    its folder is still there."""
+    source = head.get("configuration", {}).get("from")
+    run = RunFolder(Path(source)) if source is not None else None
+    if run is None or run.status() != FINISHED or "weights_sha256" not in base.run:
+        return {}
+    is_same = run.read_head().get("weights_sha256") == base.run["weights_sha256"]
+    return {name: table.rows for name, table in run.tables_and_dense()[0].items() if is_same}
 
 
 def _size_line(scheme: MixedDimensionScheme) -> str:

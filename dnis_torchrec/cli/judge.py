@@ -137,7 +137,10 @@ class Judge:
         """Writes the model and the rows of a run that is over."""
         encoder = encoder_of(self.recipe)
         run.save_model(model, scheme, b"" if encoder is None else encoder.to_bytes())
-        self.write(run, rows, {**head, "scheme": scheme.to_json()}, **more)
+        head = {**head, "scheme": scheme.to_json()}
+        if "stream" in head:  # a later delta asks whether an artifact was made of this run
+            head["weights_sha256"] = on_rank_zero(run.hash_of_weights)
+        self.write(run, rows, head, **more)
 
     def write(
         self, run: RunFolder, rows: Sequence[ResultRow], head: Mapping[str, Any], **more: Any

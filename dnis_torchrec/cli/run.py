@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -26,7 +28,7 @@ from dnis_torchrec.data import files, stream
 from dnis_torchrec.data.stream import FrequencyCounts, StreamSummary
 from dnis_torchrec.data.urls import Address, fetch, path_in, put_file, remove_file
 from dnis_torchrec.ranks import rank_of, together
-from dnis_torchrec.scheme import DescribedTable, MixedDimensionScheme
+from dnis_torchrec.scheme import DescribedTable, MixedDimensionScheme, rows_per_chunk
 from dnis_torchrec.selection.shards import collections, ranks_of, tables_named_apart
 from dnis_torchrec.selection.torchrec import writing_to_tables
 from dnis_torchrec.training import checkpoint as checkpoints
@@ -260,6 +262,18 @@ class RunFolder:
             return weights
         place, tensors = str(self.path / "model.safetensors"), self._load("model")
         return {name: StoredTensor.of(f"{place}, {name}", tensors[name]) for name in tensors}
+
+    def hash_of_weights(self) -> str:
+        """The sha256 of all weights, however many ranks wrote them."""
+        digest = hashlib.sha256()
+        for _, weight in sorted(self.weights().items()):
+            num_rows, *rest = weight.shape or (1,)
+            step = rows_per_chunk(max(1, math.prod(rest)))
+            for first in range(0, num_rows, step):
+                last = min(first + step, num_rows)
+                part = weight.rows(first, last) if weight.shape else weight.whole()
+                digest.update(part.contiguous().flatten().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
 
     def tables_and_dense(self) -> tuple[dict[str, StoredTensor], dict[str, Tensor]]:
         """Tables by name, of which nothing is read yet, and everything else of the model."""

@@ -173,6 +173,18 @@ def file_lock(path: Path) -> Iterator[str | None]:
         os.close(descriptor)
 
 
+@contextmanager
+def folder_lock(folder: Path) -> Iterator[None]:
+    """Waits until no other process holds a folder, and holds it while the block runs."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # NFS locks files alone
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def unshare(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Contiguous tensors without shared storage (tied weights), as safetensors wants them."""
     pointers: set[int] = set()

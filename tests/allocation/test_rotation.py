@@ -135,7 +135,7 @@ def test_predictions_stay_and_columns_come_in_order(name: str, sharding_type: st
         rotation_groups(sharded), {table: weight.shape[1] for table, weight in plain.items()}
     )
     rotations = axes.rotate_(sharded, counts, optimizer_of(sharded, sgd))
-    after, turns = tables_of(sharded), axes.turns_of_tables(rotation_groups(sharded), rotations, factors)
+    after, turns = tables_of(sharded), axes.AxesOfRows(rotation_groups(sharded), rotations, factors).turns
     for table, turn in turns.items():
         torch.testing.assert_close(after[table], (plain[table].double() @ turn).float())
     assert sorted(table for tables in groups for table in tables) == sorted(TURNED[name])

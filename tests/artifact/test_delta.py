@@ -41,6 +41,7 @@ from dnis_torchrec.artifact.export import Predictor, load_model
 from dnis_torchrec.artifact.load import load
 from dnis_torchrec.artifact.write import write_artifact
 from dnis_torchrec.blocks.routing import RowRouting
+from dnis_torchrec.data.files import folder_lock
 from dnis_torchrec.scheme import FORMS, PACKED, MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.gate import Gate
 from dnis_torchrec.serving.packed import pack_rows
@@ -489,6 +490,24 @@ def test_every_answer_is_that_of_one_version(tmp_path_factory: pytest.TempPathFa
 def wait_inside(inside: threading.Event, hold: threading.Event, *_: object) -> None:
     inside.set()
     hold.wait(20)
+
+
+def keep_answer(answers: list[Tensor], call: Callable[..., Tensor], *arguments: Any) -> None:
+    answers.append(call(*arguments))
+
+
+def test_whoever_applies_a_delta_to_a_folder_at_once_waits(base: Path, tmp_path: Path) -> None:
+    """Locks of two descriptors shut each other out, as those of two processes do."""
+    delta, whole = changed_base(base, tmp_path)
+    other = threading.Thread(target=apply_delta, args=(base, delta))
+    with folder_lock(tmp_path):
+        other.start()
+        other.join(0.5)
+        assert other.is_alive()
+        assert read_state(base).sequence == 0
+    other.join(60)
+    assert not other.is_alive()
+    assert files_of(base) == files_of(whole)
 
 
 def test_calls_that_began_before_the_first_delta_are_waited_for(tmp_path: Path) -> None:

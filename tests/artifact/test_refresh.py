@@ -20,6 +20,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dnis_torchrec.allocation.axes import RotationGroup, WeightedProduct
 from dnis_torchrec.allocation.compress import measure_, packed_collections
 from dnis_torchrec.allocation.energies import UNSEEN_WEIGHT
+from dnis_torchrec.artifact import refresh as refreshing
+from dnis_torchrec.artifact.load import rows_of
 from dnis_torchrec.artifact.refresh import Refresh, _some_rows, changed_rows, delta_, drift, whole_
 from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies
 from dnis_torchrec.data.batches import for_lookup
@@ -225,6 +227,51 @@ def test_the_state_holds_new_codes_of_changed_rows_and_old_ones_of_all_others() 
             assert wrong.mean() < 0.01  # a code that was half way between two
 
 
+def today() -> nn.Module:
+    return train_(copy.deepcopy(base().model), TODAY)
+
+
+def same_refresh(one: Refresh, other: Refresh) -> bool:
+    pairs = [(one.rows, other.rows), (one.dense, other.dense)]
+    pairs += [
+        (part(one.scheme), part(other.scheme))
+        for part in (MixedDimensionScheme.to_tensors, MixedDimensionScheme.to_refresh)
+    ]
+    return one.num_changed == other.num_changed and all(
+        first.keys() == second.keys() and all(value.equal(second[key]) for key, value in first.items())
+        for first, second in pairs
+    )
+
+
+@pytest.mark.parametrize("is_weighed", [False, True])
+def test_rows_that_turn_as_they_are_read_are_those_of_a_turned_model(is_weighed: bool, monkeypatch) -> None:
+    """To the bit; and the model stays as it was."""
+    of = published(is_weighed=is_weighed)
+    model = train_(copy.deepcopy(of.model), TODAY)
+    before = copy.deepcopy(model.state_dict())
+    more = {"loss": LOSS, "counts": counted(YESTERDAY, TODAY)}
+    result = delta_(model, of.scheme, of.rows, TODAY, **more)
+    assert all(value.equal(before[key]) for key, value in model.state_dict().items())
+    monkeypatch.setattr(refreshing, "axes_of_rows", lambda *_: None)
+    assert same_refresh(result, delta_(model, of.scheme, of.rows, TODAY, **more))
+    assert not model.tables.embedding_bags["user"].weight.equal(before["tables.embedding_bags.user.weight"])
+
+
+def test_rows_that_are_equal_in_the_tables_of_yesterday_are_not_looked_at() -> None:
+    of, model = base(), copy.deepcopy(base().model)
+    previous = {name: rows_of(bag.weight.detach()) for name, bag in of.model.tables.embedding_bags.items()}
+    weight = model.tables.embedding_bags["user"].weight.data
+    weight[::20] += torch.randn(len(weight[::20]), DIM, generator=torch.Generator().manual_seed(3))
+    results = [refreshed(of, model, YESTERDAY, previous=old) for old in (None, previous)]
+    assert same_refresh(*results)
+    assert results[0].num_changed["item"] == 0 < results[0].num_changed["user"]
+    damaged = Published(of.model, of.scheme, {name: rows.clone() for name, rows in of.rows.items()})
+    for rows in damaged.rows.values():
+        rows[::50] ^= 255
+    changed = [refreshed(damaged, model, YESTERDAY, previous=old).num_changed for old in (None, previous)]
+    assert changed[0]["item"] > changed[1]["item"] == 0
+
+
 def test_new_rows_predict_and_old_ones_keep_their_place() -> None:
     of, model = base(), train_(copy.deepcopy(base().model), TODAY)
     result = refreshed(of, model, YESTERDAY, TODAY)
@@ -239,6 +286,9 @@ def test_new_rows_predict_and_old_ones_keep_their_place() -> None:
         assert blocks[~is_new].equal(old.routing.all_blocks()[~is_new])
         assert bool((table.bits[-1] == old.bits).all(1).any())
         assert bool(np.abs(decoded(result.scheme, result.rows, name)[is_new]).sum(1).all())
+    more = {"loss": LOSS, "counts": counted(YESTERDAY, TODAY), "compression": SIZE}
+    _, allocation = whole_(copy.deepcopy(model), result.scheme, result.rows, TODAY, **more)
+    assert result.scheme.compression("packed") < SIZE <= allocation.scheme.compression("packed")
     loss = loss_of(logits(result.scheme, result.rows, result.dense))
     assert loss < loss_of(logits(of.scheme, of.rows, result.dense)) - 0.01
 
@@ -344,10 +394,8 @@ def test_drift_is_said_of_a_scheme_whose_rows_are_read_no_more() -> None:
         bag.weight.data = bag.weight[order[name]]
     for place, (trained, some) in enumerate(((copy.deepcopy(of.model), YESTERDAY), (model, batches))):
         result = refreshed(of, trained, some)
-        turned = copy.deepcopy(trained)
-        turns = {name: table.turn for name, table in result.scheme.tables.items()}
-        measure_(turned, some, loss=LOSS, counts=counted(some), turns=turns)
-        by_table = drift(turned, result.scheme, some, loss=LOSS, counts=counted(some))
+        more = {"loss": LOSS, "counts": counted(some)}
+        by_table = drift(copy.deepcopy(trained), result.scheme, result.rows, some, **more)
         assert set(by_table) == set(ROWS)
         assert (sum(by_table.values()) > 0.01) == bool(place)
 

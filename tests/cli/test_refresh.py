@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ from safetensors.torch import load_file
 import dnis_torchrec as dnis
 from dnis_torchrec.artifact.delta import read_state
 from dnis_torchrec.artifact.manifest import read_manifest
-from dnis_torchrec.cli.commands import run_compress, run_refresh, run_train, run_verify
+from dnis_torchrec.cli.commands import previous_tables, run_compress, run_refresh, run_train, run_verify
+from dnis_torchrec.cli.run import RunFolder
 from dnis_torchrec.cli.settings import CompressCommand, EvaluateCommand, RefreshCommand, TrainCommand
+from tests.tiny import files_of
 
 DAYS = {"stream": "tests.tiny:stream", "splits": "tests.tiny:demo"}
 
@@ -71,3 +74,14 @@ def test_a_delta_makes_of_the_artifact_what_the_run_is(folder: Path) -> None:
     assert not run_verify(EvaluateCommand(path=folder / "served", verify=True)).failures
     with pytest.raises(ValueError, match="delta"):
         dnis.apply_delta(folder / "served", folder / "delta")
+    # where the run that the artifact was made of is gone, all rows are compared: to the same end
+    head, base = RunFolder.open(folder / "next").read_head(), read_state(folder / "small" / "x3")
+    has_stream = "stream" in head
+    assert set(previous_tables(head, base)) == (set(base.scheme.tables) if has_stream else set())
+    (folder / "run").rename(folder / "elsewhere")
+    assert not previous_tables(head, base)
+    refresh(folder, "again", delta=True)
+    assert files_of(folder / "again") == files_of(folder / "delta")
+    if has_stream:
+        (folder / "elsewhere").rename(folder / "run")
+        assert not previous_tables(head, replace(base, run=base.run | {"weights_sha256": "0" * 64}))
