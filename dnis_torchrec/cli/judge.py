@@ -20,7 +20,7 @@ from dnis_torchrec.data.frames import FrameEncoder, FrameSplits, FrameStream
 from dnis_torchrec.data.over_ranks import SeenSamples
 from dnis_torchrec.data.recipe import DataSplits, Recipe
 from dnis_torchrec.data.task import TrainTask
-from dnis_torchrec.ranks import rank_of, together, world_size_of
+from dnis_torchrec.ranks import on_rank_zero, rank_of, together, world_size_of
 from dnis_torchrec.report.page import write_report
 from dnis_torchrec.report.rows import UNCOMPRESSED, ResultRow, Results, write_results
 from dnis_torchrec.scheme import MixedDimensionScheme
