@@ -1,8 +1,6 @@
 """One wording for errors; and torch, torchrec and fbgemm that go together, without their noise.
 The Makefile runs this file before torch is there: it imports the standard library alone."""
 
-from __future__ import annotations
-
 import difflib
 import errno
 import logging

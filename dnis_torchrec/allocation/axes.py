@@ -1,7 +1,5 @@
 """Principal axes: tables turned so that few columns carry most, where the model can follow."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """Curvature: how fast the loss rises as a column of a block is scaled away from 1."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

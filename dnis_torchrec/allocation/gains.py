@@ -33,20 +33,8 @@ from torchrec.datasets.utils import Batch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.allocation import contributions
+from dnis_torchrec.allocation import contributions, curvature
 from dnis_torchrec.allocation.bits import Prediction
-from dnis_torchrec.allocation.curvature import (
-    Loss,
-    LossDerivatives,
-    device_of,
-    evaluating,
-    first_batches,
-    look_up,
-    mean_loss,
-    outputs_of,
-    predictions_of,
-    samples_within,
-)
 from dnis_torchrec.allocation.energies import rows_in_codes, whole_rows
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.codes import is_coded
@@ -97,17 +85,17 @@ class OutputBias:
 
 
 def output_bias(
-    model: nn.Module, batch: Batch, loss: Loss | Task, ranks: Ranks
+    model: nn.Module, batch: Batch, loss: curvature.Loss | Task, ranks: Ranks
 ) -> OutputBias | None:
     """Finds a model's output bias: adds to each single number, and looks at a batch."""
-    old, _ = predictions_of(model, batch, loss, "batch 0", ranks)
+    old, _ = curvature.predictions_of(model, batch, loss, "batch 0", ranks)
     if old.shape[1] != 1:
         return None
     for name, value in dense_state(model).items():
         if value.numel() != 1 or not value.is_floating_point():
             continue
         with OutputBias(name=name, gain=1.0).shifted(model, ADDED):
-            current, _ = predictions_of(model, batch, loss, "batch 0", ranks)
+            current, _ = curvature.predictions_of(model, batch, loss, "batch 0", ranks)
         change = (current - old).flatten().cpu()
         highest, lowest = ranks.max_(torch.stack([change.max(), -change.min()])).tolist()
         if highest + lowest <= EVEN * abs(highest) and highest:
@@ -165,7 +153,7 @@ class _Sample:
     batch: Batch
     place: str
     predictions: Tensor
-    at: LossDerivatives
+    at: curvature.LossDerivatives
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,7 +210,7 @@ class LossSample:
         batches: Iterable[Batch],
         blocks: RowBlocks,
         *,
-        loss: Loss | Task,
+        loss: curvature.Loss | Task,
         is_held_out: bool,
         bias: OutputBias | None = None,
         num_outputs: int = 1,
@@ -232,7 +220,7 @@ class LossSample:
         tables = [table for collection in result.values() for table in table_configs_of(collection)]
         self._model, self._loss, self.bias = model, loss, bias
         self._ranks, self._is_held_out = ranks_of(*result.values()), is_held_out
-        self._device = device_of(model)
+        self._device = curvature.device_of(model)
         self._of = [
             contributions.watched_collection(part, blocks, self._device) for part in result.values()
         ]
@@ -246,13 +234,13 @@ class LossSample:
         floats = sum(part.floats_per_sample for part in self._of)
         num_samples = self._ranks.world_size * max(1, BYTES_OF_PIECES // (4 * floats))
         num_samples = min(MOST_SAMPLES, num_samples)
-        at_a_time = min(SAMPLES_AT_A_TIME, samples_within(num_outputs))
+        at_a_time = min(SAMPLES_AT_A_TIME, curvature.samples_within(num_outputs))
         parts = loss, self._ranks, num_samples, at_a_time
-        stream = list(first_batches(batches, *parts))
+        stream = list(curvature.first_batches(batches, *parts))
         if len(stream) == 1:  # a batch alone is cut, so that there are halves
-            stream = list(first_batches([stream[0][1]], *parts, least=2))
+            stream = list(curvature.first_batches([stream[0][1]], *parts, least=2))
         for place, batch in stream:
-            predictions, at = predictions_of(model, batch, loss, place, self._ranks)
+            predictions, at = curvature.predictions_of(model, batch, loss, place, self._ranks)
             at = replace(at, second=at.second.diagonal(dim1=1, dim2=2).clone())  # not (B, T, T)
             self._samples.append(_Sample(batch, place, predictions, at))
             with self._ranks.together():
@@ -292,7 +280,7 @@ class LossSample:
         which others do not have."""
         for part in self._samples:
             sample = self._model, part.batch, self._loss, part.place, self._ranks
-            predictions, at = predictions_of(*sample)
+            predictions, at = curvature.predictions_of(*sample)
             yield len(predictions) * (at.loss - part.at.loss)
             yield -float((part.at.first * (predictions - part.predictions)).sum())
 
@@ -307,7 +295,7 @@ class LossSample:
         first, second = self._ranks.sum_(torch.tensor(sums, dtype=torch.float64)).tolist()
         phi = first / second if first > 0 and second > 0 else 1.0
         samples = [(part.batch.to(self._device), part.place) for part in self._samples]
-        with evaluating(self._model):
+        with curvature.evaluating(self._model):
             problem = _Problem(
                 *(self._model, self._loss, self._of, samples, self._ranks),
                 layout=_Layout(may_move),
@@ -332,7 +320,7 @@ class _Problem:
     def __init__(
         self,
         model: nn.Module,
-        loss: Loss | Task,
+        loss: curvature.Loss | Task,
         of: Sequence[contributions.WatchedCollection],
         samples: Sequence[tuple[Batch, str]],
         ranks: Ranks,
@@ -343,7 +331,7 @@ class _Problem:
     ) -> None:
         self._model, self._loss, self._of, self._ranks = model, loss, of, ranks
         self._layout, self._phi, self._moves_shift = layout, phi, moves_shift
-        self._device, self._is_void = device_of(model), cast(Tensor | None, None)
+        self._device, self._is_void = curvature.device_of(model), cast(Tensor | None, None)
         read_by_name_(model, refuse_weights=None)
         records = [self._record(*sample) for sample in samples]
         self._all = [part for part, _ in records]
@@ -408,7 +396,7 @@ class _Problem:
         loss in every number. Distributed: its lookups, once or twice."""
         with contributions.watching(self._of) as lookups:
             of_batch = self._model, batch, self._loss, place, self._ranks
-            at, looked_up = look_up(*of_batch, lookups)
+            at, looked_up = curvature.look_up(*of_batch, lookups)
         calls: dict[int, list[tuple[contributions.Lookup, list[contributions.Pieces]]]] = {
             id(of): [] for of in self._of
         }
@@ -437,7 +425,7 @@ class _Problem:
                 values = {p.name: p.times(alpha[p.table]) for p in pieces}
                 answers[collection].append(lookup.of.output_of(lookup, values))
         with contributions.answering(self._of, answers):
-            outputs = outputs_of(self._model, part.batch, self._loss)
+            outputs = curvature.outputs_of(self._model, part.batch, self._loss)
         if not self._moves_shift:
             return outputs
         if isinstance(outputs, Tensor):
@@ -487,7 +475,7 @@ class _Problem:
             leaves = [leaf.requires_grad_() for leaf in (*alpha.values(), shift)]
             with torch.enable_grad():
                 outputs = self._outputs(part, alpha, shift)
-                loss = mean_loss(outputs, part.batch, self._loss, part.place)
+                loss = curvature.mean_loss(outputs, part.batch, self._loss, part.place)
                 slopes = torch.autograd.grad(loss, leaves, materialize_grads=True)
             *of_alpha, of_shift = (slope.double().cpu() for slope in slopes)
             gradient = self._layout.gradient(dict(zip(alpha, of_alpha, strict=True)), of_shift)
@@ -502,7 +490,7 @@ class _Problem:
         alpha, shift = self._at(values)
         for part in batches:
             outputs = self._outputs(part, alpha, shift)
-            loss_of = partial(mean_loss, loss=self._loss, place=part.place)
+            loss_of = partial(curvature.mean_loss, loss=self._loss, place=part.place)
             losses.append(losses_of_parts(outputs, part.batch, PARTS_OF_BATCH, loss_of))
         return torch.cat(losses)
 

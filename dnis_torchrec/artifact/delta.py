@@ -1,7 +1,5 @@
 """Deltas: what a refresh changed in an artifact, and how folders and served modules take it."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Mapping

@@ -1,8 +1,6 @@
 """The artifact: a folder of safetensors files and a manifest.json that names, sizes and hashes each
 of them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

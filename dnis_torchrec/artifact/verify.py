@@ -1,8 +1,6 @@
 """verify: is an artifact whole, and does every form of it serve what is stored? A finding for each
 thing that was checked: hashes, values of bags that break lookups, unknown ids, the metric."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache

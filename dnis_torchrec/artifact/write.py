@@ -1,8 +1,6 @@
 """Writes the tables of a model as an artifact: every rank the rows that it holds, rank 0 the
 manifest. Files of bit fields are those of one process, byte for byte."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Frequency: how often each row of each table occurs in the TRAINING data."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """Raw categorical values to rows of a table, and numbers to evenly spread ones. Deterministic, on
 every machine alike."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 import pyarrow as pa

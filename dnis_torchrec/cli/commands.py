@@ -1,7 +1,5 @@
 """What each command does, from its settings to what it leaves behind."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 import time

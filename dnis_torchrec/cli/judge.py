@@ -1,8 +1,6 @@
 """Models judged on a recipe's data, and the rows of results that come of it: of the model itself,
 and of its rows in int8 or int4, whole or cut to their first principal axes, as users try first."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The `dnis` command: it parses and prints; cli/commands.py does the work."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import sys

@@ -1,7 +1,5 @@
 """Progress of a command on standard error, and the signals that stop it after a step."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Settings of the commands, in a module without torch: `--help` is there at once."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,8 +1,6 @@
 """The one way to the terminal: what names, files and recipes of others hold never steers it (see
 `checks.visible`)."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import threading

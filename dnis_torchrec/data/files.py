@@ -1,7 +1,5 @@
 """Files and folders that appear whole or not at all, and JSON that is held against types."""
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import json

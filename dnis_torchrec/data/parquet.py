@@ -1,7 +1,5 @@
 """Files of any size as batches: Parquet and CSV, local or on storage, read by pyarrow.dataset."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy

@@ -1,7 +1,5 @@
 """A stream: batches that are read once, in the order of time, checked and counted on the way."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Task: how a batch becomes a loss, and which predictions of which kinds a model is judged by."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

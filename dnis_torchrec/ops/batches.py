@@ -1,7 +1,5 @@
 """Bags of a batch: checked, split by block, and taken apart by key."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass

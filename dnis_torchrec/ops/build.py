@@ -1,7 +1,5 @@
 """Builds the compiled operators once per machine, with the C++ compiler that is there."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """The operators of rows of bit fields: bags pooled from them, where bags begin, and encoding."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The compiled operators of training: soft selection, bags split by block, rows rounded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The report: one self-contained HTML page with four charts; nothing is loaded from elsewhere."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import html

@@ -1,7 +1,5 @@
 """Results: a row for each model as served, in results.json, as a frame, and as a table."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence

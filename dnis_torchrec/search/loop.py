@@ -1,7 +1,5 @@
 """SearchLoop: a search in a training loop of one's own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

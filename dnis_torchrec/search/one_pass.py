@@ -1,7 +1,5 @@
 """Search in one pass over a stream: the ramp and the steps after it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import cast
 
@@ -18,16 +16,10 @@ from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.data.urls import Address
 from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.search import search
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
 from dnis_torchrec.search.ramp import Ramp
 from dnis_torchrec.search.schedule import LevelSchedule, OnePass
-from dnis_torchrec.search.search import (
-    ALPHA_AVERAGING,
-    ALPHA_FLOOR,
-    RAMP,
-    RELEASE,
-    blocks_to_search,
-)
 from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.selection.swap import merge_, prepare_
 from dnis_torchrec.training.checkpoint import (
@@ -68,7 +60,7 @@ class OnePassSearch(Plan):
         batch, remedy = stream.peek(), "name fewer --steps, or train plainly and compress"
         requirement = f"more than the plain steps of {steps:,}"
         check(batch is not None, "training stream", requirement, "no more batches", remedy)
-        blocks = blocks_to_search(recipe, compression, NUM_BLOCKS, counts, self._tables)
+        blocks = search.blocks_to_search(recipe, compression, NUM_BLOCKS, counts, self._tables)
         self._model, self._optimizer = shard(
             TrainTask(
                 prepare_(recipe.model, blocks), recipe.task, embedding_l2=recipe.embedding_l2
@@ -78,7 +70,7 @@ class OnePassSearch(Plan):
             is_prefetched=True,
             batch_size=len(cast(Batch, batch).labels),
         )
-        of_alpha = {"alpha_averaging": ALPHA_AVERAGING, "alpha_floor": ALPHA_FLOOR}
+        of_alpha = {"alpha_averaging": search.ALPHA_AVERAGING, "alpha_floor": search.ALPHA_FLOOR}
         self._pipeline = BilevelTrainPipeline(self._model, self._optimizer, device, **of_alpha)
         self._pipeline.begin_with(checkpoint, batch, is_plain=True)
         ramp_steps = max(1, steps // 5)
@@ -87,7 +79,10 @@ class OnePassSearch(Plan):
         self._stream: OnePass[Batch] = OnePass(stream, schedule)
         self._ramp = Ramp(self._pipeline, self._stream, blocks, recipe.task, compression)
         rest = steps - past.finished[-1].last_step - ramp_steps
-        ramp, release = Phase(name=RAMP, steps=ramp_steps), Phase(name=RELEASE, steps=rest)
+        ramp, release = (
+            Phase(name=search.RAMP, steps=ramp_steps),
+            Phase(name=search.RELEASE, steps=rest),
+        )
         super().__init__(Phase(name=PLAIN), ramp, release)
 
     @property
@@ -96,7 +91,7 @@ class OnePassSearch(Plan):
 
     def after_step(self, phase: Phase, done: int) -> None:
         """Lets columns die in the ramp."""
-        if phase.name == RAMP:
+        if phase.name == search.RAMP:
             self._ramp.follow(done, int(phase.steps))
 
     def run(self, events: SearchEvents) -> tuple[TrainLoop, TrainingState, nn.Module]:
@@ -124,7 +119,9 @@ class OnePassSearch(Plan):
         # No gains, for weights have learnt from all samples that there are; and no turning, which
         # would mix columns that died with others. Tables turned ahead of the ramp learn worse.
         recipe = self._recipe
-        blocks = blocks_to_search(recipe, self._compression, NUM_BLOCKS, counts, self._tables)
+        blocks = search.blocks_to_search(
+            recipe, self._compression, NUM_BLOCKS, counts, self._tables
+        )
         worth = curvature_of_read_tables(model, batches, blocks, loss=recipe.task)
         allocation = allocate(model, blocks, counts, worth, compression=self._compression)
         tables = RoundedTables(model, allocation.scheme)

@@ -1,7 +1,5 @@
 """BilevelTrainPipeline: both levels of the search in one TorchRec train pipeline."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -23,15 +21,9 @@ from dnis_torchrec.data.task import data_terms_only
 from dnis_torchrec.data.urls import Address
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.search.schedule import BilevelStream, Level
+from dnis_torchrec.selection import torchrec
 from dnis_torchrec.selection.alpha import Alpha, normalise_gradient, step_and_clip_
 from dnis_torchrec.selection.on_shards import select_on_shards_
-from dnis_torchrec.selection.torchrec import (
-    check_frozen_are_held,
-    frozen_counters,
-    fused_kernels,
-    process_group_of,
-    read_by_name_,
-)
 from dnis_torchrec.selection.torchrec_inputs import PrefetchingTrainPipeline
 from dnis_torchrec.selection.wrapper import soft_selection_modules
 from dnis_torchrec.training.checkpoint import PlacedTensor
@@ -155,11 +147,11 @@ class BilevelTrainPipeline(SavedTrainPipeline, PrefetchingTrainPipeline):
         if isinstance(model, DMPCollection):  # nobody keeps its replicas of alpha alike yet
             limit = "supported is DistributedModelParallel"
             raise NotImplementedError(describe(place, limit, "DMPCollection (2D parallelism)"))
-        self.process_group, self.device = process_group_of(model), device
+        self.process_group, self.device = torchrec.process_group_of(model), device
         for fqn, wrapper in wrappers.items():
-            check_frozen_are_held(fqn, wrapper.lookup)
+            torchrec.check_frozen_are_held(fqn, wrapper.lookup)
         select_on_shards_(model)
-        read_by_name_(model)
+        torchrec.read_by_name_(model)
         first = next(iter(wrappers.values()))
         self.alpha: Alpha = first.alpha
         self.alpha_optimizer = AlphaOptimizer(
@@ -167,7 +159,7 @@ class BilevelTrainPipeline(SavedTrainPipeline, PrefetchingTrainPipeline):
         )
         self._dense_optimizer = optimizer
         self._guard = FiniteGuard(model, self.process_group)
-        self._kernels = fused_kernels(model)
+        self._kernels = torchrec.fused_kernels(model)
         self._num_ranks = Ranks(self.process_group).world_size
         self._shared: _SharedGradient | None = None
         super().__init__(
@@ -236,7 +228,7 @@ class BilevelTrainPipeline(SavedTrainPipeline, PrefetchingTrainPipeline):
             data_terms_only(modules),
             without_synchronisation(modules),
             frozen_statistics(modules),
-            frozen_counters(self._kernels),
+            torchrec.frozen_counters(self._kernels),
         ):
             loss, output = self._model(batch)
             gradients = first_order_gradient(loss, self.alpha)

@@ -1,7 +1,5 @@
 """Pruning: which columns of which blocks stay, as many as a size pays for, on one rank or many."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace

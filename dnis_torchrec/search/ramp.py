@@ -1,7 +1,5 @@
 """Ramp: columns die while the weights train on, the least worthwhile for their bytes first."""
 
-from __future__ import annotations
-
 import logging
 
 import torch

@@ -1,7 +1,5 @@
 """The search: train plainly, let columns die while weights train on, spend bits on the rest."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import tempfile
@@ -17,14 +15,8 @@ from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
+from dnis_torchrec.allocation import bits
 from dnis_torchrec.allocation.axes import rotate_, rotation_groups, with_axes_
-from dnis_torchrec.allocation.bits import (
-    Allocation,
-    Prediction,
-    allocate,
-    sizes_as_html,
-    sizes_as_text,
-)
 from dnis_torchrec.allocation.curvature import Curvature, curvature_of_read_tables
 from dnis_torchrec.allocation.energies import blocked_tables
 from dnis_torchrec.allocation.gains import LossSample, OutputBias, is_ahead, output_bias
@@ -305,7 +297,7 @@ class _Finish:
         self._release = loop.checkpoint_of(loop.finished[-1])
         self._batch = setup.stream.first_train_batch()
 
-    def best(self) -> tuple[Allocation, str, dict[str, float]]:
+    def best(self) -> tuple[bits.Allocation, str, dict[str, float]]:
         """Leaves the better of the two in the model."""
         without, loss_without = self._compress()
         rival = self._part_losses()
@@ -322,7 +314,7 @@ class _Finish:
         if self._is_turned:
             _turn_(setup)
 
-    def _compress(self) -> tuple[Allocation, float]:
+    def _compress(self) -> tuple[bits.Allocation, float]:
         """Goes back to plain training, and gives its tables bits without a further step."""
         self._go_back_to_plain_training()
         sample = self._sample()
@@ -341,7 +333,7 @@ class _Finish:
         task = self._setup.recipe.task
         return output_bias(self._setup.model, self._batch, task, Ranks.everyone())
 
-    def _serve_(self, allocation: Allocation, bias: OutputBias | None) -> Allocation:
+    def _serve_(self, allocation: bits.Allocation, bias: OutputBias | None) -> bits.Allocation:
         """Gives tables the values of their codes, and the output bias its place; returns the codes
         of these values."""
         tables = RoundedTables(self._setup.model, allocation.scheme)
@@ -350,7 +342,7 @@ class _Finish:
             bias.shift_(self._setup.model, allocation.output_shift)
         return replace(allocation, scheme=tables.scheme)
 
-    def _search(self) -> tuple[Allocation | None, float]:
+    def _search(self) -> tuple[bits.Allocation | None, float]:
         """Goes back to the end of the release, gives its tables bits, and trains on in them; then
         scales learn."""
         setup = self._setup
@@ -385,11 +377,13 @@ class _Finish:
         return curvature_of_read_tables(setup.model, batches, setup.blocks, loss=loss, warns=warns)
 
     def _allocate(
-        self, worth: Curvature, predict: Callable[[MixedDimensionScheme], Prediction] | None = None
-    ) -> Allocation:
+        self,
+        worth: Curvature,
+        predict: Callable[[MixedDimensionScheme], bits.Prediction] | None = None,
+    ) -> bits.Allocation:
         setup, size = self._setup, self._compression
         parts = setup.plain, setup.blocks, setup.counts, worth
-        return allocate(*parts, compression=size, predict=predict)
+        return bits.allocate(*parts, compression=size, predict=predict)
 
     def _is_ahead(self, rival: torch.Tensor) -> bool:
         """Whether the lead over compressed plain training is more than chance; of other metrics any
@@ -436,11 +430,11 @@ class SearchResult:
 
     def __repr__(self) -> str:
         """A headline, and a line for each table."""
-        return "\n".join([*self._headlines(), *sizes_as_text(self.scheme)])
+        return "\n".join([*self._headlines(), *bits.sizes_as_text(self.scheme)])
 
     def _repr_html_(self) -> str:
         """The same for a notebook."""
-        return sizes_as_html(self.scheme, self._headlines())
+        return bits.sizes_as_html(self.scheme, self._headlines())
 
     def _headlines(self) -> list[str]:
         note = "The search gained nothing. This holds the plain model, compressed."

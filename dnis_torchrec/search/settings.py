@@ -1,8 +1,6 @@
 """Settings of searching, in a module without torch: the command line builds its options
 from it."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Annotated

@@ -31,23 +31,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from dnis_torchrec.blocks.routing import RowRouter
 from dnis_torchrec.ops.batches import jagged_by_key, sort_by_slot
 from dnis_torchrec.ops.select import BagPieces, are_compiled, gather_bags, select_sparse
+from dnis_torchrec.selection import torchrec
 from dnis_torchrec.selection.alpha import (
     Alpha,
     PooledFeature,
     WatchedOutputs,
     select_feature,
     select_rows,
-)
-from dnis_torchrec.selection.torchrec import (
-    PrefetchedTables,
-    kernels_of,
-    lookups,
-    lookups_by_type,
-    read_whole_bags_,
-    replace_forward_,
-    replace_weights,
-    set_features_per_kernel_,
-    sharding_env,
 )
 from dnis_torchrec.selection.wrapper import (
     SoftSelectionEmbeddingBagCollection,
@@ -66,8 +56,11 @@ def select_on_shards_(model: nn.Module) -> nn.Module:
         if (
             isinstance(collection, ShardedEmbeddingBagCollection)
             and wrapper.bag_splitter is not None
-            and all(type(lookup) is GroupedPooledEmbeddingsLookup for lookup in lookups(collection))
-            and not PrefetchedTables(collection)
+            and all(
+                type(lookup) is GroupedPooledEmbeddingsLookup
+                for lookup in torchrec.lookups(collection)
+            )
+            and not torchrec.PrefetchedTables(collection)
         ):
             _select_on_shards_(wrapper, collection)
     return model
@@ -81,20 +74,21 @@ def _select_on_shards_(
     for output in outputs:
         of_table.setdefault(output.table, []).append(output)
     routers = {name: RowRouter(wrapper.blocks.routings[name]).to(device) for name in of_table}
-    for kind, lookup in lookups_by_type(collection):
+    for kind, lookup in torchrec.lookups_by_type(collection):
         travels = kind != ShardingType.DATA_PARALLEL.value
-        division = sharding_env(collection).world_size if travels else 1
+        division = torchrec.sharding_env(collection).world_size if travels else 1
         parts = [
-            (part, _features_of(tables, of_table, routers)) for part, tables in kernels_of(lookup)
+            (part, _features_of(tables, of_table, routers))
+            for part, tables in torchrec.kernels_of(lookup)
         ]
         if parts[0][0] is not lookup:
-            set_features_per_kernel_(lookup, [len(features) for _, features in parts])
+            torchrec.set_features_per_kernel_(lookup, [len(features) for _, features in parts])
         for part, features in parts:
             to_multiply = _tables_to_multiply(part, features) if wrapper.multiplies_tables else None
             forward = cast(Callable[[KeyedJaggedTensor], Tensor], part.forward)
             selection = ShardSelection(forward, features, wrapper.alpha, division, to_multiply)
-            replace_forward_(part, selection)
-    read_whole_bags_(
+            torchrec.replace_forward_(part, selection)
+    torchrec.read_whole_bags_(
         collection,
         lambda table: [output.feature for output in of_table.get(table, ())],
         lambda table: [output.name for output in of_table.get(table, ())],
@@ -236,7 +230,7 @@ class ShardSelection:
         product = select_rows(weights.view(-1, columns), alpha, tables.rows)
         if not features.stride():  # no kernel takes an empty batch
             return product.new_empty(0, self._width) + product.sum() * 0
-        with replace_weights(tables.kernel, product.flatten()):
+        with torchrec.replace_weights(tables.kernel, product.flatten()):
             return self._lookup(features)
 
     def _select_sparse(self, features: KeyedJaggedTensor) -> Tensor:

@@ -6,8 +6,6 @@ types, a plan that does not fit leaves ranks hanging, and weights are lost in sh
 Shapes: N rows of a table, D its embedding_dim, W ranks.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
@@ -39,6 +37,7 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 
 from dnis_torchrec.checks import check, check_known, describe, nearest
 from dnis_torchrec.ranks import Ranks, on_rank_zero, together
+from dnis_torchrec.selection import torchrec
 from dnis_torchrec.selection.shards import (
     collections,
     holders_of_tables,
@@ -47,16 +46,6 @@ from dnis_torchrec.selection.shards import (
     lookup_of,
     table_configs_of,
     whole_module_of,
-)
-from dnis_torchrec.selection.torchrec import (
-    EnumerableShardingSpec,
-    Sharded,
-    freeze_before_sharding_,
-    hold_frozen_,
-    read_by_name_,
-    read_rows_in_order_,
-    reduce_no_tables_,
-    set_device_,
 )
 from dnis_torchrec.selection.torchrec_inputs import (
     refuse_managed_collisions,
@@ -227,7 +216,7 @@ def shard_model(
     _check_same(plan, process_group)
     plain_lookups, fqns_of_plan = _every_lookup(model), _fqns_of_plan(model)
     holders = {fqn: holders_of_tables(lookup) for fqn, lookup in plain_lookups.items()}
-    frozen = {fqn: freeze_before_sharding_(tables) for fqn, tables in holders.items()}
+    frozen = {fqn: torchrec.freeze_before_sharding_(tables) for fqn, tables in holders.items()}
     weights = _take_weights(model)
     world = cast(dist.ProcessGroup, dist.group.WORLD)
     group = world if process_group is None else process_group
@@ -249,15 +238,15 @@ def shard_model(
                     dist.broadcast(part.weight, src=dist.get_global_rank(group, 0), group=group)
     share_remapping_(result, group)
     for fqn, lookup in _every_lookup(result).items():
-        if isinstance(lookup, Sharded):
-            hold_frozen_(lookup, holders_of_tables(lookup), frozen[fqn])
+        if isinstance(lookup, torchrec.Sharded):
+            torchrec.hold_frozen_(lookup, holders_of_tables(lookup), frozen[fqn])
         if isinstance(lookup, ShardedEmbeddingCollection):
-            read_rows_in_order_(lookup)
+            torchrec.read_rows_in_order_(lookup)
     if world_size == 1:
-        reduce_no_tables_(result)
-    read_by_name_(result, refuse_weights=True)
+        torchrec.reduce_no_tables_(result)
+    torchrec.read_by_name_(result, refuse_weights=True)
     for wrapper in soft_selection_modules(result).values():
-        read_by_name_(wrapper)
+        torchrec.read_by_name_(wrapper)
     return result
 
 
@@ -323,7 +312,7 @@ def _take_weights(model: nn.Module) -> dict[tuple[str, str], torch.Tensor]:
             holder.weight = nn.Parameter(meta, requires_grad=weight.requires_grad)
             vars(holder.weight).update(vars(weight))  # the optimizers that are noted there
         if isinstance(lookup, EmbeddingCollection):
-            set_device_(lookup, torch.device("meta"))
+            torchrec.set_device_(lookup, torch.device("meta"))
     return weights
 
 
@@ -430,7 +419,7 @@ def _check_ranks(
 def _has_fused_columns(plan: ParameterSharding) -> bool:
     """Returns whether fused kernels take all shards of a table."""
     spec = plan.sharding_spec  # data_parallel has none
-    shards = spec.shards if isinstance(spec, EnumerableShardingSpec) else []
+    shards = spec.shards if isinstance(spec, torchrec.EnumerableShardingSpec) else []
     return all(shard.shard_sizes[1] % FUSED_COLUMNS == 0 for shard in shards)
 
 
@@ -438,7 +427,7 @@ def _check_shards(
     plan: ParameterSharding, place: str, shape: tuple[int, int], device: torch.device
 ) -> None:
     """Checks that shards cover a table, and are such as their kernels take."""
-    if not isinstance(plan.sharding_spec, EnumerableShardingSpec):
+    if not isinstance(plan.sharding_spec, torchrec.EnumerableShardingSpec):
         return  # data_parallel has none
     shards, kernel = plan.sharding_spec.shards, plan.compute_kernel
     ends = [(s.shard_offsets[i] + s.shard_sizes[i] for i in range(2)) for s in shards]
@@ -461,7 +450,7 @@ def _check_column_cuts(plans: TablePlans) -> None:
     widths = {}  # TorchRec reads that of one table, and takes it for all
     for table, plan in plans.items():
         if plan.sharding_type == ShardingType.COLUMN_WISE.value:
-            shards = cast(EnumerableShardingSpec, plan.sharding_spec).shards
+            shards = cast(torchrec.EnumerableShardingSpec, plan.sharding_spec).shards
             widths[table] = sorted({shard.shard_sizes[1] for shard in shards})
     remedy = "give all of them one min_partition that divides embedding_dim, or shard it table_wise"
     for table, of_table in widths.items():

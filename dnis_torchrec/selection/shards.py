@@ -1,7 +1,5 @@
 """Collections of a model, plain, wrapped or sharded, and the local shards of their tables."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,25 +24,7 @@ from dnis_torchrec.blocks.counts import table_key, table_name
 from dnis_torchrec.blocks.routing import RowRouter
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.ranks import Ranks
-from dnis_torchrec.selection.torchrec import (
-    Sharded,
-    ShardedTensor,
-    bag_configs_of,
-    frozen_tables,
-    frozen_tables_of_sharded,
-    rename_tables_,
-    returns_indices,
-    sequence_configs_of,
-    sharding_env,
-    takes_weights,
-)
-from dnis_torchrec.selection.torchrec_inputs import (
-    FEATURE_PROCESSED,
-    INNER,
-    MANAGED,
-    MANAGED_COLLISIONS,
-    refuse_managed_collisions,
-)
+from dnis_torchrec.selection import torchrec, torchrec_inputs
 from dnis_torchrec.selection.wrapper import (
     SoftSelectionFeatureProcessedEmbeddingBagCollection,
     SoftSelectionModule,
@@ -102,10 +82,10 @@ def collections(model: nn.Module) -> dict[str, nn.Module]:
     """The outermost collections in a model by FQN: plain, wrapped or sharded."""
     outermost: dict[str, nn.Module] = {}
     plain_model = get_unwrapped_module(model)
-    kinds = SoftSelectionModule | Sharded | EmbeddingBagCollection | EmbeddingCollection
+    kinds = SoftSelectionModule | torchrec.Sharded | EmbeddingBagCollection | EmbeddingCollection
     for fqn, module in plain_model.named_modules():
         if isinstance(module, SoftSelectionFeatureProcessedEmbeddingBagCollection):
-            fqn = f"{fqn}.{INNER}".removeprefix(".")
+            fqn = f"{fqn}.{torchrec_inputs.INNER}".removeprefix(".")
         is_outer = not any(fqn == outer or _is_inside(fqn, outer) for outer in outermost)
         if isinstance(module, kinds) and is_outer:
             _check_plain_lookup(plain_model, fqn, module)
@@ -121,9 +101,9 @@ def _check_plain_lookup(model: nn.Module, fqn: str, collection: nn.Module) -> No
     for depth in range(len(parts)):
         holder, rest = ".".join(parts[:depth]), parts[depth:]
         kind = type(model.get_submodule(holder))
-        if kind in FEATURE_PROCESSED and rest == [INNER]:
+        if kind in torchrec_inputs.FEATURE_PROCESSED and rest == [torchrec_inputs.INNER]:
             continue
-        if kind in MANAGED_COLLISIONS and rest == [MANAGED]:
+        if kind in torchrec_inputs.MANAGED_COLLISIONS and rest == [torchrec_inputs.MANAGED]:
             continue
         if any(_changes_lookups(base) for base in kind.__mro__):
             inside = f"one inside the {kind.__name__} {holder!r}"
@@ -189,9 +169,9 @@ def holders_of_tables(collection: nn.Module) -> nn.ModuleDict:
 def frozen_tables_of(collection: nn.Module) -> frozenset[str]:
     """Tables of a collection that no step may change."""
     collection = lookup_of(collection)
-    if isinstance(collection, Sharded):
-        return frozen_tables_of_sharded(collection)
-    return frozen_tables(holders_of_tables(collection))
+    if isinstance(collection, torchrec.Sharded):
+        return torchrec.frozen_tables_of_sharded(collection)
+    return torchrec.frozen_tables(holders_of_tables(collection))
 
 
 def local_shards(collection: nn.Module) -> list[TableShard]:
@@ -200,7 +180,7 @@ def local_shards(collection: nn.Module) -> list[TableShard]:
     if isinstance(collection, EmbeddingBagCollection | EmbeddingCollection):
         holders = holders_of_tables(collection).items()
         return [TableShard(name, cast(Tensor, holder.weight).detach()) for name, holder in holders]
-    if not isinstance(collection, Sharded):
+    if not isinstance(collection, torchrec.Sharded):
         requirement, kind = "an embedding collection, plain or sharded", type(collection).__name__
         raise TypeError(describe("local_shards", requirement, kind))
     shards = []
@@ -209,7 +189,7 @@ def local_shards(collection: nn.Module) -> list[TableShard]:
         if parts[0] not in ("embedding_bags", "embeddings") or parts[-1] != "weight":
             continue
         table = ".".join(parts[1:-1])
-        if isinstance(value, ShardedTensor):
+        if isinstance(value, torchrec.ShardedTensor):
             for shard in value.local_shards():
                 row, column = shard.metadata.shard_offsets
                 shards.append(TableShard(table, shard.tensor.detach(), row, column))
@@ -230,8 +210,8 @@ def ranks_of(*modules: nn.Module) -> Ranks:
     """The ranks that hold the shards of some collections; this process alone without any."""
     for module in modules:
         inner = lookup_of(module)
-        if isinstance(inner, Sharded) and sharding_env(inner).world_size > 1:
-            return Ranks(sharding_env(inner).process_group)
+        if isinstance(inner, torchrec.Sharded) and torchrec.sharding_env(inner).world_size > 1:
+            return Ranks(torchrec.sharding_env(inner).process_group)
     return Ranks()
 
 
@@ -239,7 +219,9 @@ def whole_module_of(model: nn.Module, fqn: str) -> nn.Module:
     """A collection, or the module that processes features in front of it."""
     model = get_unwrapped_module(model)
     holder, _, name = fqn.rpartition(".")
-    if name == INNER and isinstance(model.get_submodule(holder), FEATURE_PROCESSED):
+    if name == torchrec_inputs.INNER and isinstance(
+        model.get_submodule(holder), torchrec_inputs.FEATURE_PROCESSED
+    ):
         return model.get_submodule(holder)
     return model.get_submodule(fqn)
 
@@ -247,9 +229,9 @@ def whole_module_of(model: nn.Module, fqn: str) -> nn.Module:
 def table_configs_of(collection: nn.Module) -> list[EmbeddingBagConfig]:
     """Tables of a collection, whole, as its user wrote them."""
     if isinstance(collection, ShardedEmbeddingBagCollection):
-        return bag_configs_of(collection)
+        return torchrec.bag_configs_of(collection)
     if isinstance(collection, ShardedEmbeddingCollection):
-        return [as_bags(table) for table in sequence_configs_of(collection)]
+        return [as_bags(table) for table in torchrec.sequence_configs_of(collection)]
     if isinstance(collection, EmbeddingCollectionInterface):
         return [as_bags(table) for table in collection.embedding_configs()]
     return cast(EmbeddingBagCollectionInterface, collection).embedding_bag_configs()
@@ -260,7 +242,7 @@ def is_weighted(collection: nn.Module) -> bool:
     if not is_pooled(collection):
         return False
     if isinstance(collection, ShardedEmbeddingBagCollection):
-        return takes_weights(collection)
+        return torchrec.takes_weights(collection)
     return cast(EmbeddingBagCollectionInterface, collection).is_weighted()
 
 
@@ -270,7 +252,7 @@ def needs_indices(collection: nn.Module) -> bool:
         return False
     inner = lookup_of(collection)
     if isinstance(inner, ShardedEmbeddingCollection):
-        return returns_indices(inner)
+        return torchrec.returns_indices(inner)
     return cast(EmbeddingCollectionInterface, inner).need_indices()
 
 
@@ -351,7 +333,7 @@ def _is_inside(fqn: str, outer: str) -> bool:
 def table_configs(model: nn.Module) -> list[EmbeddingBagConfig]:
     """Configs of all tables of an unsharded model."""
     remedy = "count bags of `remap`, call prepare_, compress or prune, which take such a model"
-    refuse_managed_collisions(model, "jobs that count a recipe's ids", remedy)
+    torchrec_inputs.refuse_managed_collisions(model, "jobs that count a recipe's ids", remedy)
     configs: list[EmbeddingBagConfig] = []
     for fqn, module in collections(model).items():
         if not isinstance(module, EmbeddingBagCollectionInterface | EmbeddingCollectionInterface):
@@ -397,7 +379,7 @@ def name_tables_back_(model: nn.Module) -> nn.Module:
     for fqn, module in collections(model).items():
         names = {c.name: table_name(c.name, fqn) for c in table_configs_of(module)}
         if isinstance(module, EmbeddingBagCollection | EmbeddingCollection):
-            rename_tables_(module, names)
+            torchrec.rename_tables_(module, names)
     return model
 
 
@@ -415,7 +397,7 @@ def _rename_(fqn: str, module: nn.Module, name: str, key: str) -> None:
     if several:
         limit = "supported beside another of its name are tables that read features of their own"
         raise NotImplementedError(describe(place, limit, several, remedy))
-    rename_tables_(module, {name: key})
+    torchrec.rename_tables_(module, {name: key})
 
 
 @contextmanager
@@ -432,4 +414,4 @@ def tables_named_apart(model: nn.Module) -> Iterator[dict[str, list[str]]]:
                 module, EmbeddingBagCollection | EmbeddingCollection
             ):
                 new = [config.name for config in table_configs_of(module)]
-                rename_tables_(module, dict(zip(new, old[fqn], strict=True)))
+                torchrec.rename_tables_(module, dict(zip(new, old[fqn], strict=True)))

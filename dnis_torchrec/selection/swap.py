@@ -1,7 +1,5 @@
 """prepare_ and merge_: soft selection in and out of a user's model, by FQN."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Collection
 from typing import TypeVar, cast
@@ -21,16 +19,8 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.selection import shards
+from dnis_torchrec.selection import shards, torchrec
 from dnis_torchrec.selection.alpha import Alpha
-from dnis_torchrec.selection.torchrec import (
-    Plain,
-    Sharded,
-    sequence_configs_of,
-    set_device_,
-    sharding_env,
-    writing_to_tables,
-)
 from dnis_torchrec.selection.torchrec_inputs import (
     check_remapping,
     go_on_,
@@ -97,11 +87,11 @@ def prepare_(
         requirement, text = "a model not yet prepared", "wrapped collections"
         raise RuntimeError(describe("prepare_", requirement, text, "merge_ it"))
     for fqn, module in model.named_modules():
-        if isinstance(module, Sharded):
+        if isinstance(module, torchrec.Sharded):
             remedy = "call prepare_ before DistributedModelParallel"
             requirement = "an unsharded collection"
             raise RuntimeError(describe(f"FQN {fqn!r}", requirement, "a sharded one", remedy))
-    plain = cast(dict[str, Plain], shards.collections(model))
+    plain = cast(dict[str, torchrec.Plain], shards.collections(model))
     check(bool(plain), "prepare_", "a model with an embedding collection", type(model).__name__)
     remedy = f"leave it out to wrap all collections: {', '.join(map(repr, plain))}"
     check(fqns is None or len(fqns) > 0, "fqns", "at least one FQN", "none", remedy)
@@ -158,7 +148,9 @@ def merge_(model: nn.Module) -> nn.Module:
     wrappers = soft_selection_modules(model)
     fold_(model)
     lookups = [wrapper.lookup for wrapper in wrappers.values()]
-    if any(isinstance(c, Sharded) and sharding_env(c).world_size > 1 for c in lookups):
+    if any(
+        isinstance(c, torchrec.Sharded) and torchrec.sharding_env(c).world_size > 1 for c in lookups
+    ):
         return model
     model = get_unwrapped_module(model)
     go_on_(model)
@@ -178,9 +170,9 @@ def unshard_(model: nn.Module) -> nn.Module:
     """Gives the plain model back from DistributedModelParallel at world size 1."""
     plain = get_unwrapped_module(model)
     for fqn, module in shards.collections(model).items():
-        if not isinstance(module, Sharded):
+        if not isinstance(module, torchrec.Sharded):
             continue
-        world_size = sharding_env(module).world_size
+        world_size = torchrec.sharding_env(module).world_size
         if world_size > 1:
             limit, remedy = "supported is world size 1", ON_RANKS
             raise NotImplementedError(describe(f"FQN {fqn!r}", limit, world_size, remedy))
@@ -207,7 +199,7 @@ def fold_(model: nn.Module) -> None:
     if not wrappers:
         remedy = "call prepare_ first"
         raise RuntimeError(describe("merge_", "a prepared model", "no wrapped collection", remedy))
-    with writing_to_tables(model):
+    with torchrec.writing_to_tables(model):
         for wrapper in wrappers.values():
             shards.multiply_by_alpha_(wrapper)
     for wrapper in wrappers.values():
@@ -250,7 +242,7 @@ def _plain_around(holder: nn.Module) -> nn.Module:
         bags, weighs = shards.table_configs_of(holder), shards.is_weighted(holder)
         return _take_live_weights_(EmbeddingBagCollection(bags, weighs, meta), holder)
     if isinstance(holder, ShardedEmbeddingCollection):
-        tables = sequence_configs_of(holder)
+        tables = torchrec.sequence_configs_of(holder)
     else:
         tables = cast(EmbeddingCollectionInterface, holder).embedding_configs()
     plain = EmbeddingCollection(tables, device=meta, need_indices=shards.needs_indices(holder))
@@ -267,7 +259,7 @@ def _take_live_weights_(plain: PlainCollection, holder: nn.Module) -> PlainColle
             for shard in parts:
                 weight[shard.window] = shard.weight
         target.weight = nn.Parameter(weight, requires_grad=table not in frozen)
-        set_device_(plain, weight.device)
+        torchrec.set_device_(plain, weight.device)
     return plain.train(holder.training)
 
 

@@ -1,7 +1,5 @@
 """Changes to what TorchRec does in front of its lookups, entry by entry as in `torchrec`."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -9,8 +9,6 @@ Names know no wrapper: a checkpoint of the plain model is one of the prepared mo
 adds is apart, under `soft_selection`. TorchRec does the same for its PipelinedPostproc.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Any, ClassVar, cast
@@ -37,29 +35,15 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.ops.batches import (
-    INTEGERS,
-    BagSplitter,
-    FeatureSplit,
-    check_bags,
-    jagged_by_key,
-    name_features,
-)
+from dnis_torchrec.ops import batches
 from dnis_torchrec.ops.select import are_compiled, are_good_bags, can_select
+from dnis_torchrec.selection import torchrec
 from dnis_torchrec.selection.alpha import (
     Alpha,
     PooledFeature,
     SelectPooled,
     SelectSequences,
     WatchedOutputs,
-)
-from dnis_torchrec.selection.torchrec import (
-    frozen_tables,
-    note_frozen_,
-    read_by_name_,
-    read_collection_by_name_,
-    read_rows_in_order_,
-    set_device_,
 )
 from dnis_torchrec.selection.torchrec_inputs import INNER, processed_bags, with_processors_of
 
@@ -77,7 +61,7 @@ class SoftSelectionModule(FusedOptimizerModule, nn.Module):
     soft_selection: Alpha
     blocks: RowBlocks
     selection: WatchedOutputs
-    bag_splitter: BagSplitter | None
+    bag_splitter: batches.BagSplitter | None
     outputs: tuple[PooledFeature, ...]
     """The feature and table behind each output key, in order."""
 
@@ -104,12 +88,12 @@ class SoftSelectionModule(FusedOptimizerModule, nn.Module):
         child = vars(self).get("_modules", {}).get(name)
         if isinstance(value, ShardedEmbeddingCollection):
             if isinstance(child, EmbeddingCollection):
-                note_frozen_(value, frozen_tables(child.embeddings))
-            read_rows_in_order_(value)
+                torchrec.note_frozen_(value, torchrec.frozen_tables(child.embeddings))
+            torchrec.read_rows_in_order_(value)
         super().__setattr__(name, value)
         if isinstance(value, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
             # pipelines call it without the wrapper
-            read_collection_by_name_(value)
+            torchrec.read_collection_by_name_(value)
 
     @property
     def fused_optimizer(self) -> KeyedOptimizer:
@@ -242,7 +226,7 @@ class SoftSelectionEmbeddingBagCollection(SoftSelectionModule, EmbeddingBagColle
         child = EmbeddingBagCollection(configs, is_weighted=self._is_weighted, device=meta)
         for name, bag in plain.embedding_bags.items():
             child.embedding_bags[name].weight = bag.weight
-        set_device_(child, plain.device)
+        torchrec.set_device_(child, plain.device)
         return child
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
@@ -301,7 +285,7 @@ class SoftSelectionFeatureProcessedEmbeddingBagCollection(SoftSelectionEmbedding
         else:
             super().__setattr__(name, value)
         if isinstance(value, ShardedFeatureProcessedEmbeddingBagCollection):
-            read_by_name_(value)
+            torchrec.read_by_name_(value)
 
     def __getattr__(self, name: str) -> Any:
         """The collection has the name that it has in the plain model, too."""
@@ -427,15 +411,19 @@ def pooled_features(
     )
 
 
-def _bag_splitter(outputs: tuple[PooledFeature, ...], blocks: RowBlocks) -> BagSplitter | None:
+def _bag_splitter(
+    outputs: tuple[PooledFeature, ...], blocks: RowBlocks
+) -> batches.BagSplitter | None:
     if not any(output.is_multi_hot for output in outputs):
         return None
-    splits: dict[str, FeatureSplit] = {}
+    splits: dict[str, batches.FeatureSplit] = {}
     for output in outputs:
         routing = blocks.routings[output.table] if output.is_multi_hot else None
-        split = FeatureSplit(feature=output.feature, keys=output.block_keys, routing=routing)
+        split = batches.FeatureSplit(
+            feature=output.feature, keys=output.block_keys, routing=routing
+        )
         splits.setdefault(output.name if output.is_multi_hot else output.feature, split)
-    return BagSplitter(list(splits.values()))
+    return batches.BagSplitter(list(splits.values()))
 
 
 def soft_selection_modules(model: nn.Module) -> dict[str, SoftSelectionModule]:
@@ -460,17 +448,17 @@ class BagCheck(nn.Module):
         if self._are_good(features):
             return
         ids = features.values()
-        if ids.dtype not in INTEGERS:
-            place, requirement = name_features(features.keys()), "int32 or int64 ids"
+        if ids.dtype not in batches.INTEGERS:
+            place, requirement = batches.name_features(features.keys()), "int32 or int64 ids"
             raise TypeError(describe(place, requirement, ids.dtype, "convert them with .long()"))
         if ids.device.type == "cpu":
-            check_bags(features)
+            batches.check_bags(features)
         for output in self._outputs:
             check_known(f"feature of table {output.table!r}", output.feature, features.keys())
         if ids.device.type != "cpu":
             self._assert_good(features)
             return
-        bags = jagged_by_key(features)
+        bags = batches.jagged_by_key(features)
         for output in self._outputs:
             ids, lengths = bags[output.feature].values(), bags[output.feature].lengths()
             if ids.numel():
@@ -481,7 +469,7 @@ class BagCheck(nn.Module):
         ids, lengths, keys = features.values(), features.lengths(), tuple(features.keys())
         weights = features.weights_or_none()
         has_weights = weights is None or weights.numel() == ids.numel()
-        is_usual = ids.device.type == "cpu" and ids.dtype in INTEGERS and has_weights
+        is_usual = ids.device.type == "cpu" and ids.dtype in batches.INTEGERS and has_weights
         if not is_usual or not {output.feature for output in self._outputs} <= set(keys):
             return False
         return are_compiled() and are_good_bags(ids, lengths, *self._limits(keys, ids.device))

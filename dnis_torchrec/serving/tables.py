@@ -17,13 +17,7 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.ops.batches import (
-    INTEGERS,
-    check_bags,
-    check_one_batch_size,
-    integer_ids,
-    offsets_of_rows,
-)
+from dnis_torchrec.ops import batches
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 
 UNKNOWN_IDS = ("error", "zero")
@@ -101,12 +95,12 @@ class LogicalTables:
         is_whole = offsets.dim() == 1 and offsets.numel() == num_features * batch_size + 1
         is_whole = is_whole and batch_size >= 0
         has_weights = weights is not None
-        if is_whole and offsets.dtype in INTEGERS and has_weights == self.is_weighted:
+        if is_whole and offsets.dtype in batches.INTEGERS and has_weights == self.is_weighted:
             return batch_size  # a lookup of one bag has no time for three checks
         requirement = f"{num_features} times the batch size and one more"
         actual = offsets.numel() if offsets.dim() == 1 else tuple(offsets.shape)
         check(is_whole, "offsets", requirement, actual)
-        check(offsets.dtype in INTEGERS, "offsets", "int32 or int64", offsets.dtype)
+        check(offsets.dtype in batches.INTEGERS, "offsets", "int32 or int64", offsets.dtype)
         value = "some" if weights is not None else "none"
         requirement = "some" if self.is_weighted else "none: the collection is not weighted"
         raise ValueError(describe("per_sample_weights", requirement, value))
@@ -158,18 +152,18 @@ def checked_bags(
     features: KeyedJaggedTensor, logical: LogicalTables, limits: Tensor, unknown: Tensor | None
 ) -> KeyedJaggedTensor:
     """The bags that a collection reads, in its order, with int64 ids that stand for rows."""
-    check_one_batch_size(features)
+    batches.check_one_batch_size(features)
     keys, batch_size, weights = features.keys(), features.stride(), logical.weights_of(features)
     order, limits_of_keys = None, limits
     if keys != logical.features:
         order = torch.tensor(logical.positions(features), device=limits.device)
         no_limit = torch.full((len(keys),), torch.iinfo(torch.int64).max, device=limits.device)
         limits_of_keys = no_limit.scatter_reduce(0, order, limits, "amin")
-    offsets = offsets_of_rows(features, limits_of_keys)
+    offsets = batches.offsets_of_rows(features, limits_of_keys)
     if offsets is None:
-        check_bags(features)
+        batches.check_bags(features)
     # FBGEMM's operators take numbers for neighbours, whatever strides say
-    ids = integer_ids(features.values(), keys).long().contiguous()
+    ids = batches.integer_ids(features.values(), keys).long().contiguous()
     lengths = features.lengths().contiguous()
     if weights is not None:
         weights = weights.float().contiguous()
@@ -354,7 +348,7 @@ class LogicalCollection(ServedCollection, EmbeddingBagCollectionInterface):
         if inverse is None and not features.variable_stride_per_key():
             return self._look_up(features)
         if not torch.jit.is_scripting() and self._is_sharded():
-            check_one_batch_size(features)
+            batches.check_one_batch_size(features)
         pooled_values = self._look_up(padded(features))
         if inverse is None:
             return pooled_values

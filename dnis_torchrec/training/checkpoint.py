@@ -31,18 +31,8 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import check, describe
+from dnis_torchrec.data import urls
 from dnis_torchrec.data.files import PARTIAL, Positive, check_plain, conform, parse_json
-from dnis_torchrec.data.urls import (
-    Address,
-    fetch,
-    file_names,
-    file_size,
-    local_path,
-    path_in,
-    put_file,
-    read_bytes,
-    remove_file,
-)
 from dnis_torchrec.ranks import on_rank_zero, rank_of, together, union_over_ranks, world_size_of
 from dnis_torchrec.selection.shards import collections, lookup_of, table_weight_names, tables_under
 from dnis_torchrec.selection.torchrec import (
@@ -351,20 +341,25 @@ class Manifest:
     tensors: Mapping[str, _Tensor]
 
     @staticmethod
-    def read(folder: Address) -> Manifest:
+    def read(folder: urls.Address) -> Manifest:
         """Reads the manifest, and looks whether every file that it names is there and whole."""
-        place, file = f"checkpoint {folder}", path_in(folder, CHECKPOINT_MANIFEST)
-        here = local_path(folder)
+        place, file = f"checkpoint {folder}", urls.path_in(folder, CHECKPOINT_MANIFEST)
+        here = urls.local_path(folder)
         if here is not None:
             check_plain(here, place)
-        check(file_size(file) is not None, place, "a checkpoint", f"no {CHECKPOINT_MANIFEST} in it")
-        head = parse_json(read_bytes(file), dict[str, Any], str(file), remedy=_OTHER)
+        check(
+            urls.file_size(file) is not None,
+            place,
+            "a checkpoint",
+            f"no {CHECKPOINT_MANIFEST} in it",
+        )
+        head = parse_json(urls.read_bytes(file), dict[str, Any], str(file), remedy=_OTHER)
         form = {key: head.pop(key, None) for key in _FORMAT}
         check(form == _FORMAT, place, str(_FORMAT), form, "use the version that wrote it")
         conform(head, Manifest, str(file), remedy=_OTHER)
         for name, size in head["files"].items():
             check(os.path.basename(name) == name, place, "names of files in it", repr(name))
-            bytes_there = file_size(path_in(folder, name))
+            bytes_there = urls.file_size(urls.path_in(folder, name))
             rank = name.removeprefix("rank").partition(".")[0]
             remedy = f"put back what rank {rank} wrote, or {_OTHER}"
             check(bytes_there == size, f"{place}, {name}", f"{size} bytes", bytes_there, remedy)
@@ -373,9 +368,9 @@ class Manifest:
         tables = {name: TableDescription(**table) for name, table in head["tables"].items()}
         return Manifest(**{**head, "tables": tables})
 
-    def stored(self, folder: Address) -> dict[str, StoredTensor]:
+    def stored(self, folder: urls.Address) -> dict[str, StoredTensor]:
         """The tensors, not read yet, in files of the folder."""
-        path_of = cache(lambda name: fetch(path_in(folder, name)))
+        path_of = cache(lambda name: urls.fetch(urls.path_in(folder, name)))
         tensors: dict[str, StoredTensor] = {}
         for key, entry in self.tensors.items():
             place, chunks = f"checkpoint {folder}, {key}", []
@@ -452,16 +447,16 @@ def _facts(
 class CheckpointFolder:
     """Checkpoints of one run at a path that all ranks see, or at a URL. No collective."""
 
-    def __init__(self, path: Address, *, keep_last: int = 2) -> None:
-        here = local_path(path)
-        self.path: Address = str(path) if here is None else here
+    def __init__(self, path: urls.Address, *, keep_last: int = 2) -> None:
+        here = urls.local_path(path)
+        self.path: urls.Address = str(path) if here is None else here
         self._here, self._keep_last = here, keep_last
 
-    def path_of(self, step: int) -> Address:
+    def path_of(self, step: int) -> urls.Address:
         """Returns the address of the checkpoint of a step, once it is whole."""
-        return path_in(self.path, f"step-{step:08d}")
+        return urls.path_in(self.path, f"step-{step:08d}")
 
-    def latest(self) -> Address | None:
+    def latest(self) -> urls.Address | None:
         """The last whole checkpoint, or None."""
         self._check_plain()
         steps = self.steps()
@@ -477,9 +472,9 @@ class CheckpointFolder:
         for step, names in self._files().items():
             if CHECKPOINT_MANIFEST not in names:
                 self._remove(step, names)
-        for name in file_names(self.path):
+        for name in urls.file_names(self.path):
             if name.endswith(PARTIAL):
-                remove_file(path_in(self.path, name))
+                urls.remove_file(urls.path_in(self.path, name))
 
     def add(self, step: int, rank: int, write: Callable[[Path], object]) -> tuple[str, int]:
         """Writes the file of a rank, on that rank, before `publish`; returns its name and bytes."""
@@ -487,7 +482,7 @@ class CheckpointFolder:
         name = f"rank{rank}.{uuid4().hex[:8]}.safetensors"
         if self._here is not None:
             Path(self.path_of(step)).mkdir(parents=True, exist_ok=True)
-        return name, put_file(path_in(self.path_of(step), name), write)
+        return name, urls.put_file(urls.path_in(self.path_of(step), name), write)
 
     def publish(self, step: int, manifest: Manifest, keep: Collection[int] = ()) -> None:
         """Makes a checkpoint whole and the latest, and removes those that nobody needs any more."""
@@ -496,10 +491,10 @@ class CheckpointFolder:
             if other > step:
                 self._remove(other, files.pop(other))
         text = json.dumps(_FORMAT | asdict(manifest)) + "\n"
-        file = path_in(self.path_of(step), CHECKPOINT_MANIFEST)
-        put_file(file, lambda path: path.write_text(text, encoding="utf-8"))
+        file = urls.path_in(self.path_of(step), CHECKPOINT_MANIFEST)
+        urls.put_file(file, lambda path: path.write_text(text, encoding="utf-8"))
         for name in set(files[step]) - {CHECKPOINT_MANIFEST, *manifest.files}:
-            remove_file(path_in(self.path_of(step), name))
+            urls.remove_file(urls.path_in(self.path_of(step), name))
         for other in set(files) - {*sorted(files)[-self._keep_last :], *keep}:
             self._remove(other, files[other])
 
@@ -520,7 +515,7 @@ class CheckpointFolder:
     def _files(self) -> dict[int, list[str]]:
         """Step -> names of its files."""
         files: dict[int, list[str]] = {}
-        for path in file_names(self.path):
+        for path in urls.file_names(self.path):
             folder, name = posixpath.split(path)
             match = re.fullmatch(r"step-(\d{8,})", folder)
             if match is not None:
@@ -530,7 +525,7 @@ class CheckpointFolder:
     def _remove(self, step: int, names: Collection[str]) -> None:
         """The manifest first, so that a kill leaves either a whole checkpoint or none."""
         for name in sorted(names, key=lambda name: name != CHECKPOINT_MANIFEST):
-            remove_file(path_in(self.path_of(step), name))
+            urls.remove_file(urls.path_in(self.path_of(step), name))
         if self._here is not None:
             with suppress(OSError):
                 Path(self.path_of(step)).rmdir()
@@ -614,7 +609,7 @@ def _write(
 
 @torch.no_grad()
 def read_checkpoint(
-    path: Address,
+    path: urls.Address,
     model: nn.Module,
     tensors: Mapping[str, PlacedTensor],
     process_group: dist.ProcessGroup | None,
@@ -643,7 +638,7 @@ def read_checkpoint(
     return manifest.values
 
 
-def tensors_under(path: Address, prefix: str) -> dict[str, Tensor]:
+def tensors_under(path: urls.Address, prefix: str) -> dict[str, Tensor]:
     """Reads the tensors whose keys begin with a prefix, which their names then lack. Local."""
     parts = Manifest.read(path).stored(path)
     keys = (key for key in parts if key.startswith(prefix))
@@ -667,7 +662,7 @@ class CheckpointSaver:
     """Copies a run's state to the CPU and writes it in a thread; never two at once."""
 
     def __init__(self, folder: CheckpointFolder) -> None:
-        here = local_path(folder.path)
+        here = urls.local_path(folder.path)
         if here is not None:
             check_shared(here)
         self._folder = folder

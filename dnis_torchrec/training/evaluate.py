@@ -1,7 +1,5 @@
 """A model evaluated on a split: its loss and the metrics of its tasks, the same on every rank."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Numbers read late from a GPU, checks that they are finite, pipelines that are saved."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Progress of a training on standard error."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Progressive validation: each batch of a stream is predicted before it is trained on."""
 
-from __future__ import annotations
-
 from collections import deque
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tables that obey a rule while they learn: values stay zero, or what they will be served as."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """How a training saves itself, and the signals that end it; without torch."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

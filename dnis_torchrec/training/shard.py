@@ -1,7 +1,5 @@
 """A model sharded for its table optimizer, the optimizer of the rest, and process groups."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Collection, Iterable, Iterator

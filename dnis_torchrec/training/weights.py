@@ -26,21 +26,7 @@ from dnis_torchrec.data.urls import Address, path_in
 from dnis_torchrec.ranks import Ranks, together, union_over_ranks, world_size_of
 from dnis_torchrec.selection import shards
 from dnis_torchrec.selection.torchrec import ShardedTensor, writing_to_tables
-from dnis_torchrec.training.checkpoint import (
-    CheckpointFolder,
-    CheckpointWriteError,
-    Chunk,
-    Manifest,
-    PlacedTensor,
-    StoredChunk,
-    StoredTensor,
-    TrainingState,
-    dtype_name,
-    finish_load_,
-    model_tensors,
-    optimizer_tensors,
-    write_checkpoint,
-)
+from dnis_torchrec.training import checkpoint
 from dnis_torchrec.training.shard import spread_tables
 
 MODEL = "model"  # folder in a run of several ranks, into which each rank writes its shards
@@ -52,39 +38,41 @@ _FLOATS = ("float64", "float32", "float16", "bfloat16")  # numbers to which no s
 
 def write_model(folder: Address, model: nn.Module, ranks: Ranks) -> None:
     """Writes a merged model by the plain model's names. Each rank writes the shards it holds."""
-    state = TrainingState(tensors=_tensors_by_name(model), tables={})
+    state = checkpoint.TrainingState(tensors=_tensors_by_name(model), tables={})
     try:
-        write_checkpoint(CheckpointFolder(path_in(folder, MODEL)), 0, state, ranks.group)
-    except CheckpointWriteError as error:
+        checkpoint.write_checkpoint(
+            checkpoint.CheckpointFolder(path_in(folder, MODEL)), 0, state, ranks.group
+        )
+    except checkpoint.CheckpointWriteError as error:
         raise OSError(str(error)) from error  # as by a model that one process writes
 
 
-def _tensors_by_name(model: nn.Module) -> dict[str, PlacedTensor]:
+def _tensors_by_name(model: nn.Module) -> dict[str, checkpoint.PlacedTensor]:
     """Weights that this rank holds, by the plain model's names."""
     tensors = {}
     for fqn, module in shards.collections(model).items():
         for config in shards.table_configs_of(module):
             local = [s for s in shards.local_shards(module) if s.table == config.name]
-            chunks = tuple(Chunk((s.first_row, s.first_column), s.weight) for s in local)
+            chunks = tuple(checkpoint.Chunk((s.first_row, s.first_column), s.weight) for s in local)
             name = weight_name(f"{fqn}.{shards.tables_under(module)}.{config.name}.weight")
             size = (config.num_embeddings, config.embedding_dim)
-            tensors[name.removeprefix(".")] = PlacedTensor(size, chunks)
+            tensors[name.removeprefix(".")] = checkpoint.PlacedTensor(size, chunks)
     for name, value in shards.dense_state(model).items():
         if not isinstance(value, ShardedTensor):  # else a collection under a second name
-            whole = Chunk((0,) * value.dim(), value.detach())
-            tensors[name] = PlacedTensor(tuple(value.shape), (whole,))
+            whole = checkpoint.Chunk((0,) * value.dim(), value.detach())
+            tensors[name] = checkpoint.PlacedTensor(tuple(value.shape), (whole,))
     return tensors
 
 
 def remove_model(folder: Address) -> None:
     """Removes what several ranks have written: it is not the model of a later attempt."""
-    CheckpointFolder(path_in(folder, MODEL)).remove()
+    checkpoint.CheckpointFolder(path_in(folder, MODEL)).remove()
 
 
-def written_model(folder: Path) -> dict[str, StoredTensor] | None:
+def written_model(folder: Path) -> dict[str, checkpoint.StoredTensor] | None:
     """The model that several ranks have written, of which nothing is read yet, or None."""
-    latest = CheckpointFolder(folder / MODEL).latest()
-    return None if latest is None else Manifest.read(latest).stored(latest)
+    latest = checkpoint.CheckpointFolder(folder / MODEL).latest()
+    return None if latest is None else checkpoint.Manifest.read(latest).stored(latest)
 
 
 def weight_name(name: str) -> str:
@@ -102,7 +90,7 @@ def weight_name(name: str) -> str:
 
 def check_state(
     model: nn.Module,
-    state: Mapping[str, StoredTensor],
+    state: Mapping[str, checkpoint.StoredTensor],
     place: str,
     remedy: str = "use the recipe and data of the run",
 ) -> None:
@@ -117,13 +105,13 @@ def check_state(
     check(not differences, place, "the names of the model's own parameters", differences, remedy)
     for name, value in weights.items():
         where, shape, tensor = f"{place}, {name}", tuple(value.shape), state[name]
-        kinds = _FLOATS if value.is_floating_point() else (dtype_name(value),)
+        kinds = _FLOATS if value.is_floating_point() else (checkpoint.dtype_name(value),)
         check(tensor.kind in kinds, where, f"values of {' or '.join(kinds)}", tensor.kind, remedy)
         check(tensor.shape == shape, where, f"shape {shape}", tensor.shape, remedy)
 
 
 @torch.no_grad()
-def fill_(model: nn.Module, weights: Mapping[str, StoredTensor]) -> None:
+def fill_(model: nn.Module, weights: Mapping[str, checkpoint.StoredTensor]) -> None:
     """Fills a model with weights that fit it; of tables this rank's shards alone are read."""
     with writing_to_tables(model):
         for name, tensor in _tensors_by_name(model).items():
@@ -140,7 +128,7 @@ def fill_state_(
 ) -> None:
     """Copies whole tensors, by the keys of a checkpoint, into a model of any sharding and into its
     optimizers, which have their state: see `warm_up_`. All ranks call it."""
-    tensors = model_tensors(model) | optimizer_tensors(model, optimizer)
+    tensors = checkpoint.model_tensors(model) | checkpoint.optimizer_tensors(model, optimizer)
     local = {key: value.size for key, value in tensors.items()}
     sizes, remedy = union_over_ranks(local, process_group), "train with the optimizers of the run"
     for key, value in state.items():
@@ -153,12 +141,14 @@ def fill_state_(
             size == tuple(whole.shape), key, f"shape {tuple(whole.shape)}", size or "none", remedy
         )
         for chunk in tensors[key].chunks if key in tensors else ():
-            StoredTensor.of(key, whole).copy_to_(chunk.tensor, chunk.offset)
-    finish_load_(model, {key: PlacedTensor.of(value) for key, value in state.items()})
+            checkpoint.StoredTensor.of(key, whole).copy_to_(chunk.tensor, chunk.offset)
+    checkpoint.finish_load_(
+        model, {key: checkpoint.PlacedTensor.of(value) for key, value in state.items()}
+    )
 
 
 def spread_filled(
-    model: nn.Module, weights: Mapping[str, StoredTensor] | None, device: torch.device
+    model: nn.Module, weights: Mapping[str, checkpoint.StoredTensor] | None, device: torch.device
 ) -> nn.Module:
     """Spreads the tables of a model over all ranks, each of which then reads its shards."""
     if weights is None:
@@ -180,14 +170,14 @@ def spread_filled(
 # A user's weights
 
 
-def weights_for_(model: nn.Module, path: Path) -> dict[str, StoredTensor]:
+def weights_for_(model: nn.Module, path: Path) -> dict[str, checkpoint.StoredTensor]:
     """Finds the weights of a model in files; but names and shapes nothing is read yet."""
     tensors = _behind_prefix(model.state_dict(), _state(path), f"weights {path}")
     check_state(model, tensors, f"weights {path}", "use the weights of the recipe's model")
     return tensors
 
 
-def _state(path: Path) -> Mapping[str, StoredTensor]:
+def _state(path: Path) -> Mapping[str, checkpoint.StoredTensor]:
     """All tensors of a file by name, those of dicts within dicts joined by dots."""
     place = f"weights {path}"
     if path.is_dir():
@@ -198,7 +188,9 @@ def _state(path: Path) -> Mapping[str, StoredTensor]:
             tensors = load_file(path)
         except SafetensorError as error:
             raise ValueError(describe(place, "a whole safetensors file", str(error))) from error
-        return {name: StoredTensor.of(f"{place}, {name}", tensors[name]) for name in tensors}
+        return {
+            name: checkpoint.StoredTensor.of(f"{place}, {name}", tensors[name]) for name in tensors
+        }
     remedy = "save model.state_dict() anew, or a .safetensors file"
     with _reading(place, "a state_dict that torch.save has written", remedy):
         content, parts = _unzip(path, 0, path.stat().st_size)
@@ -207,8 +199,8 @@ def _state(path: Path) -> Mapping[str, StoredTensor]:
 
 
 def _behind_prefix(
-    weights: Mapping[str, Tensor], state: Mapping[str, StoredTensor], place: str
-) -> dict[str, StoredTensor]:
+    weights: Mapping[str, Tensor], state: Mapping[str, checkpoint.StoredTensor], place: str
+) -> dict[str, checkpoint.StoredTensor]:
     """Drops the prefix behind which all of the model's names stand, or else most of them."""
     first = next(iter(weights), "")
     prefixes = [name.removesuffix(first) for name in state if f".{name}".endswith(f".{first}")]
@@ -225,7 +217,7 @@ def _behind_prefix(
 # Folders of torch.distributed.checkpoint, whose metadata is a pickle
 
 
-def distributed_checkpoint(folder: Path) -> dict[str, StoredTensor]:
+def distributed_checkpoint(folder: Path) -> dict[str, checkpoint.StoredTensor]:
     """Returns the tensors of a checkpoint, each read when asked for; skips all other values."""
     place, file = f"checkpoint {folder}", folder / ".metadata"
     check(file.is_file() and not file.is_symlink(), place, "a plain file .metadata", "none")
@@ -237,7 +229,7 @@ def distributed_checkpoint(folder: Path) -> dict[str, StoredTensor]:
         return _tensors(metadata, folder)
 
 
-def _tensors(metadata: _Record, folder: Path) -> dict[str, StoredTensor]:
+def _tensors(metadata: _Record, folder: Path) -> dict[str, checkpoint.StoredTensor]:
     files: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]] = {}
     for index, info in metadata["storage_data"].entries.items():
         name = _text(index["fqn"])
@@ -258,8 +250,8 @@ def _tensors(metadata: _Record, folder: Path) -> dict[str, StoredTensor]:
                     raise ValueError(f"a chunk of {name!r} that ends outside of {shape}")
                 # Each chunk has bytes of its own: there are no more of them than the file names.
                 read = partial(_open, folder, place, kind, size, *files.pop((name, first)))
-                chunks.append(StoredChunk(first, size, read))
-            tensors[name] = StoredTensor(place, shape, tuple(chunks), kind)
+                chunks.append(checkpoint.StoredChunk(first, size, read))
+            tensors[name] = checkpoint.StoredTensor(place, shape, tuple(chunks), kind)
     return tensors
 
 
@@ -357,7 +349,9 @@ def _flat(state: _Record) -> dict[str, _Record]:
     return tensors
 
 
-def _tensor_of(place: str, record: _Record, parts: Mapping[str, memoryview]) -> StoredTensor:
+def _tensor_of(
+    place: str, record: _Record, parts: Mapping[str, memoryview]
+) -> checkpoint.StoredTensor:
     """The tensor that a record stands for, not read yet."""
     if record.what == _OF_CLASS:
         record = _Record(record.arguments[0], record.arguments[2])
@@ -365,17 +359,19 @@ def _tensor_of(place: str, record: _Record, parts: Mapping[str, memoryview]) -> 
         record = record.arguments[0]
     name = record.what.removeprefix(_REBUILD)
     if name not in ("tensor", "tensor_v2", "tensor_v3"):
-        return StoredTensor(place, (), (), name)
+        return checkpoint.StoredTensor(place, (), (), name)
     storage, offset, size, stride, *more = record.arguments
     kind = _text(storage.arguments[1]).removeprefix("torch.").removesuffix("Storage")
     kind = _KINDS.get(kind, "numbers of an unknown kind")
     if name == "tensor_v3":
         kind = _text(more.pop(2)).removeprefix("torch.")
     if more[2:]:  # flags of what is still to be done to the numbers
-        return StoredTensor(place, (), (), "a view of other numbers")
+        return checkpoint.StoredTensor(place, (), (), "a view of other numbers")
     shape, part = _numbers(size), parts.get(f"data/{_text(storage.arguments[2])}")
     read = partial(_view, place, kind, part, shape, _numbers(stride), offset)
-    return StoredTensor(place, shape, (StoredChunk((0,) * len(shape), shape, read),), kind)
+    return checkpoint.StoredTensor(
+        place, shape, (checkpoint.StoredChunk((0,) * len(shape), shape, read),), kind
+    )
 
 
 def _view(place: str, kind: str, part: memoryview | None, *layout: Any) -> Tensor:
