@@ -172,8 +172,8 @@ def test_a_kill_while_the_latest_is_replaced_loses_nothing(
         return acting
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "put_file", until_killed(put_file))
-        patch.setattr(checkpoint, "remove_file", until_killed(remove_file))
+        patch.setattr(checkpoint.urls, "put_file", until_killed(put_file))
+        patch.setattr(checkpoint.urls, "remove_file", until_killed(remove_file))
         try:
             for step in (2, 3):
                 checkpoint.write_checkpoint(folder, step, numbers(step), None)
@@ -217,7 +217,7 @@ def test_a_save_is_of_the_moment_it_was_asked_for(tmp_path: Path, monkeypatch: p
     assert read(folder.path_of(2)) == [2.0] * 3
 
 
-@pytest.mark.parametrize("what", ["save_file", "put_file", "CheckpointFolder.publish", "storage"])
+@pytest.mark.parametrize("what", ["save_file", "urls.put_file", "CheckpointFolder.publish", "storage"])
 def test_a_place_that_cannot_be_written(folder: checkpoint.CheckpointFolder, what: str) -> None:
     """Full, or away from now on: the last good checkpoint stays, and the run stops."""
 
