@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, cast
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,8 @@ from dnis_torchrec.ops.packed import (
 )
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.tables import LogicalCollection, name_unknown_id
+
+logger = logging.getLogger(__name__)
 
 
 class HeldBuffers(nn.Module):
@@ -87,8 +91,9 @@ class PackedTable:
         num_blocks, value = self.directory.num_blocks, (len(self.bits), *self.row_counts.shape)
         requirement = f"bits and row counts of {num_blocks}"
         check(value == (num_blocks,) * 2, "PackedTable", requirement, value)
-        ends = self.first_bytes()[-1] + self.row_counts[-1:] * row_strides(self.bits)[-1:]
-        shapes = {"rows": int(ends), "scales": self.num_coded, "shifts": self.num_coded}
+        num_codes = int(is_coded(self.bits).sum())
+        num_bytes = int(self.row_counts @ row_strides(self.bits))
+        shapes = {"rows": num_bytes, "scales": num_codes, "shifts": num_codes}
         for name, size in shapes.items():
             shape = tuple(getattr(self, name).shape)
             check(shape == (size,), f"PackedTable.{name}", f"{size} of them", shape)
@@ -115,11 +120,6 @@ class PackedTable:
             shifts=shift[is_code].to(torch.int16),
             row_counts=table.routing.row_counts(),
         )
-
-    @property
-    def num_coded(self) -> int:
-        """C."""
-        return int(is_coded(self.bits).sum())
 
     @property
     def num_bytes(self) -> int:
@@ -199,6 +199,10 @@ class _Layout(NamedTuple):
     groups: Tensor
 
 
+_WITH_QCONFIG = WeakSet[nn.Module]()
+"""Packed tables that a quantization has at hand, so that it is told once for all of a model."""
+
+
 class PackedEmbeddingBagCollection(LogicalCollection):
     """Looks bags up in tables of bit fields; same keys and dims as the uncompressed collection."""
 
@@ -229,6 +233,21 @@ class PackedEmbeddingBagCollection(LogicalCollection):
         self.outputs = HeldBuffers(layout._asdict())
         # Not tensors: a distributed checkpoint writes into those before anything can compare them.
         self._identity = {"features": layout.features.tolist(), "tables": layout.tables.tolist()}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Says that nothing is quantized here: torch.ao.quantization gives each module a qconfig,
+        and takes it away when it is done."""
+        if name == "qconfig":
+            if not _WITH_QCONFIG:
+                logger.warning("quantization leaves packed tables as they are, in their own bits")
+            _WITH_QCONFIG.add(self)
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Forgets a qconfig."""
+        if name == "qconfig":
+            _WITH_QCONFIG.discard(self)
+        super().__delattr__(name)
 
     def _output_layout(
         self, table_of_fields: Mapping[str, PackedTable], buffers: list[str]

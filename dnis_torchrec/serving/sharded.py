@@ -5,15 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from operator import mul
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from dnis_torchrec.blocks.codes import FLOAT_BITS, row_strides
+from dnis_torchrec.blocks.codes import FLOAT_BITS, pack_fields, row_strides, unpack_fields
+from dnis_torchrec.blocks.routing import ROWS_AT_A_TIME
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.ops.packed import COLUMNS_PER_GROUP, GROUP_FIELDS, field_groups
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
@@ -21,16 +25,16 @@ from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection, PackedTab
 from dnis_torchrec.serving.sequences import table_of_single_ids
 from dnis_torchrec.serving.tables import LogicalCollection, checked_bags
 
-SHARDING_TYPES = ("table_wise", "row_wise")
+SHARDING_TYPES = ("table_wise", "row_wise", "column_wise")
 
 
 class PackedSharder(ModuleSharder[PackedEmbeddingBagCollection]):
-    """Spreads packed tables over ranks, whole or by rows; the same outputs to the bit as one
-    process.
+    """Spreads packed tables over ranks, whole, by rows or by columns; the same outputs to the bit
+    as one process.
 
     It takes the collections of sequences and of ``unknown_ids="mean"``, too, whose packed tables
     are modules of their own. The planner sees a table as so many float32 rows as its packed bytes
-    make, so that its shares of rows are shares of bytes.
+    make, so that its shares of rows or columns are shares of bytes.
     """
 
     @property
@@ -39,7 +43,7 @@ class PackedSharder(ModuleSharder[PackedEmbeddingBagCollection]):
         return PackedEmbeddingBagCollection
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Whole tables, or rows: a packed row is a few bytes, which columns share."""
+        """Whole tables, rows, or columns."""
         return list(SHARDING_TYPES)
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
@@ -69,43 +73,50 @@ class PackedSharder(ModuleSharder[PackedEmbeddingBagCollection]):
 
 
 @dataclass(frozen=True)
-class _RowShard:
-    """Rows ``first <= i < last`` of a table, on a rank."""
+class _Shard:
+    """Some rows of a table, or some columns, on a rank."""
 
     rank: int
     device: torch.device
-    first: int
-    last: int
+    rows: range
+    columns: range
 
 
-def _row_shards(
-    table: TableScheme, sharding: ParameterSharding, world_size: int
-) -> list[_RowShard]:
-    """The shards of a table that have rows: its bytes are shared as the plan shares rows."""
-    place, sharding_type = f"table {table.name!r}", sharding.sharding_type
-    requirement, remedy = f"one of {SHARDING_TYPES}", "take row_wise"
-    check(sharding_type in SHARDING_TYPES, place, requirement, sharding_type, remedy)
+def _shards_of(table: TableScheme, sharding: ParameterSharding, world_size: int) -> list[_Shard]:
+    """The shards of a table that are not empty: its bytes are shared as the plan shares it."""
+    place, kind = f"table {table.name!r}", sharding.sharding_type
+    check(kind in SHARDING_TYPES, place, f"one of {SHARDING_TYPES}", kind)
+    by_column = kind == "column_wise"
     shards = cast(Any, sharding.sharding_spec).shards
     ranks = [shard.placement.rank() for shard in shards]
-    fits = len(set(ranks)) == len(ranks) and set(ranks) <= set(range(world_size))
-    check(fits, place, f"different ranks of {world_size}", ranks)
-    ends = _rows_at_bytes(table, [shard.shard_sizes[0] for shard in shards])
-    places = zip(shards, ranks, [0, *ends], ends, strict=False)
+    fits = set(ranks) <= set(range(world_size)) and (by_column or len(set(ranks)) == len(ranks))
+    check(fits, place, f"ranks of {world_size}, and different ones for rows", ranks)
+    sizes = [shard.shard_sizes[int(by_column)] for shard in shards]
+    shares = torch.tensor(sizes, dtype=torch.float64).cumsum(0) / sum(sizes)
+    ends = (_columns_at_bytes if by_column else _rows_at_bytes)(table, shares)
+    rows, columns = range(table.num_embeddings), range(table.embedding_dim)
+    parts = [range(first, last) for first, last in pairwise([0, *ends])]
     return [
-        _RowShard(rank, shard.placement.device(), first, last)
-        for shard, rank, first, last in places
-        if first < last
+        _Shard(rank, shard.placement.device(), *((rows, part) if by_column else (part, columns)))
+        for shard, rank, part in zip(shards, ranks, parts, strict=True)
+        if part
     ]
 
 
-def _rows_at_bytes(table: TableScheme, shares: list[int]) -> list[int]:
+def _columns_at_bytes(table: TableScheme, shares: Tensor) -> list[int]:
+    """The column up to which each shard goes, nearest to its share: some are wider than others."""
+    sums = pad((table.routing.row_counts() @ table.column_bits().long()).cumsum(0), (1, 0))
+    ends = (sums - (shares * sums[-1]).unsqueeze(1)).abs().argmin(dim=1)
+    return [*ends[:-1].tolist(), table.embedding_dim]
+
+
+def _rows_at_bytes(table: TableScheme, shares: Tensor) -> list[int]:
     """The row up to which each shard goes, where frequent rows are longer than others."""
     if len(shares) == 1:
         return [table.num_embeddings]
     routing, strides = table.routing, row_strides(table.column_bits())
     row_bytes = torch.cat([strides, strides.new_zeros(1)]).double()  # 0 of rows in no block
-    ends = torch.tensor(shares, dtype=torch.float64).cumsum(0)
-    limits = ends / ends[-1] * float((routing.row_counts() * strides).sum())
+    limits = shares * float((routing.row_counts() * strides).sum())
     rows, num_bytes = torch.zeros(len(shares), dtype=torch.int64), 0.0
     for _, blocks in routing.blocks_of_all():
         sums = row_bytes[blocks].cumsum(0) + num_bytes
@@ -114,12 +125,35 @@ def _rows_at_bytes(table: TableScheme, shares: list[int]) -> list[int]:
     return [*rows[:-1].tolist(), table.num_embeddings]
 
 
+def _of_columns(
+    table: PackedTable, scheme: TableScheme, columns: list[int]
+) -> tuple[TableScheme, PackedTable]:
+    """Some columns as a table of their own: the same codes, in shorter rows."""
+    if len(columns) == scheme.embedding_dim:
+        return scheme, table
+    names, counts = ("retained", "bits", "scale", "shift"), table.row_counts
+    fields = {name: getattr(scheme, name)[:, columns] for name in names}
+    area, bits = int(counts @ fields["retained"].sum(dim=1)), fields["bits"]
+    fields |= dict.fromkeys(("feedback", "gain", "turn", "row_gain"))
+    part = replace(scheme, embedding_dim=len(columns), num_retained=area, **fields)
+    rows = torch.empty(int(counts @ row_strides(bits)), dtype=torch.uint8)
+    blocks = split_blocks(table.rows, counts, table.bits), split_blocks(rows, counts, bits)
+    for source, target, widths, part_widths in zip(*blocks, table.bits, bits, strict=True):
+        chunks = source.split(ROWS_AT_A_TIME), target.split(ROWS_AT_A_TIME)
+        for chunk, copy in zip(*chunks, strict=True):
+            copy.copy_(pack_fields(unpack_fields(chunk.cpu(), widths)[:, columns], part_widths))
+    # the directory of the whole table also finds blocks that have none of these columns: rows of 0
+    scale, shift = part.codes.scale, part.codes.shift
+    return part, PackedTable.from_rows(part, rows, scale, shift, table.directory)
+
+
 def _rows_between(
-    table: PackedTable, scheme: TableScheme, first: int, last: int
+    table: PackedTable, scheme: TableScheme, ids: range
 ) -> PackedEmbeddingBagCollection:
     """A lookup of some rows of a table, one by one; where rows lie by block, their fields are a
     slice of the mapped file."""
-    starts, part = scheme.routing.between(0, first).row_counts(), scheme.between(first, last)
+    starts = scheme.routing.between(0, ids.start).row_counts()
+    part = scheme.between(ids.start, ids.stop)
     counts, strides = part.routing.row_counts(), row_strides(table.bits)
     begin, size = int(starts @ strides), int(counts @ strides)
     if part.routing.boundaries is not None:
@@ -147,11 +181,11 @@ class _TablesOfRank(nn.Module):
         self.rows = nn.ModuleDict({str(index): module for index, module in rows.items()})
 
     def answer(self, request: Tensor, num_split: int) -> Tensor:
-        """Pooled bags of whole tables, then rows of split ones, as `_requests` asks for them."""
+        """0, pooled bags of columns, then rows of split tables, as `_batch_of` asks for them."""
         batch_size, *num_rows = request[: 1 + num_split].tolist()
         num_ids = request.numel() - 1 - num_split - sum(num_rows)
         _, bags, *rows = request.split([1 + num_split, num_ids, *num_rows])
-        outputs = [torch.empty(0, device=request.device)]
+        outputs = [torch.zeros(1, device=request.device)]
         if self.bags is not None:
             num_bags, weights = batch_size * len(self.bags._logical.features), None
             lengths, ids = bags[:num_bags], bags[num_bags:]
@@ -176,15 +210,15 @@ class _Batch:
     ids: Tensor  # of split tables: the row's number among those asked for, beyond them of no row
     weights: Tensor | None
     requests: list[Tensor]  # one for each rank
-    sizes: list[list[int]]  # of each rank's answer: numbers of its bags, and of each table's rows
+    sizes: list[list[int]]  # of each rank's answer: a mark, its bags, and each table's rows
 
 
 class ShardedPackedEmbeddingBagCollection(LogicalCollection):
     """Looks bags up in packed tables of several ranks, or of several devices of one process.
 
-    A whole table pools its bags where it lies. Of a split table each row that a batch names is
-    fetched once, and bags are pooled where they came from: in the order of their ids, as one
-    process adds them up, for sums of parts would round otherwise.
+    A table, or some of its columns, pools its bags where it lies. Of a table that is split by rows
+    each row that a batch names is fetched once, and bags are pooled where they came from: in the
+    order of their ids, as one process adds them up, for sums of parts would round otherwise.
     """
 
     limits: Tensor
@@ -203,50 +237,63 @@ class ShardedPackedEmbeddingBagCollection(LogicalCollection):
         super().__init__(MixedDimensionScheme(schemes), unknown_ids=unknown_ids)
         self.content_id, self.sequence = module.content_id, module.sequence
         self.encoder, self._group = module.encoder, env.process_group
-        shards = {}
+        shards, self._split = dict[str, list[_Shard]](), dict[str, list[_Shard]]()
         for name, table in schemes.items():
             check_known("table", table.table_name, plan)
-            shards[name] = _row_shards(table, plan[table.table_name], env.world_size)
+            shards[name] = _shards_of(table, plan[table.table_name], env.world_size)
+            if len(shards[name][0].rows) < table.num_embeddings:
+                self._split[name] = shards[name]
         # in one process the plan says which device stands for a rank
         is_local = self._group is None
         places = {shard.rank: shard.device for of_table in shards.values() for shard in of_table}
         self._devices = [places.get(r, module.device) for r in range(env.world_size)]
         home = module.device if is_local or device is None else device
-        self._split = {name: of for name, of in shards.items() if len(of) > 1}
-        self._whole = {name: of[0].rank for name, of in shards.items() if len(of) == 1}
         names = [table.name for table in self._logical.tables]
-        self._positions = [
-            [feature for feature, name in enumerate(names) if self._whole.get(name) == rank]
+        self._parts = [
+            [
+                (feature, shard.columns)
+                for feature, name in enumerate(names)
+                for shard in shards[name]
+                if name not in self._split and shard.rank == rank
+            ]
             for rank in range(env.world_size)
         ]
+        # a table whose columns are in several parts of a rank has its features there once
+        self._positions = [list(dict.fromkeys(f for f, _ in parts)) for parts in self._parts]
         self._positions_of_split = [
             [feature for feature, name in enumerate(names) if name == split]
             for split in self._split
         ]
         self._dims_of_split = [schemes[name].embedding_dim for name in self._split]
+        self._widths = [  # of each rank's answer: of a bag, and of a row of each table
+            [sum(len(columns) for _, columns in parts), *self._dims_of_split]
+            for parts in self._parts
+        ]
         self.shards = nn.ModuleDict()
         for rank in range(env.world_size) if is_local else [env.rank]:
-            of_rank = self._tables_of(rank, module)
+            of_rank = self._tables_of(rank, module, shards)
             self.shards[str(rank)] = of_rank.to(self._devices[rank] if is_local else home)
         layout, groups = self._pooling()
         buffers = {"limits": self._logical.limits(), "layout": layout, "groups": groups}
         for name, buffer in buffers.items():
             self.register_buffer(name, buffer.to(home), persistent=False)
 
-    def _tables_of(self, rank: int, module: PackedEmbeddingBagCollection) -> _TablesOfRank:
-        schemes = self.schemes()
-        whole = {name: table for name, table in schemes.items() if self._whole.get(name) == rank}
-        bags = None
-        if whole:
-            tables = {name: module.table(name) for name in whole}
-            scheme = MixedDimensionScheme(whole)
-            bags = PackedEmbeddingBagCollection(scheme, tables, unknown_ids="zero")
-        rows = {
-            index: _rows_between(module.table(name), schemes[name], shard.first, shard.last)
-            for index, (name, shards) in enumerate(self._split.items())
-            for shard in shards
-            if shard.rank == rank
-        }
+    def _tables_of(
+        self, rank: int, module: PackedEmbeddingBagCollection, shards: Mapping[str, list[_Shard]]
+    ) -> _TablesOfRank:
+        parts, rows, bags = {}, {}, None
+        for name, scheme in self.schemes().items():
+            local = [shard for shard in shards[name] if shard.rank == rank]
+            if local and name in self._split:
+                of_rows = _rows_between(module.table(name), scheme, local[0].rows)
+                rows[list(self._split).index(name)] = of_rows
+            elif local:
+                columns = [column for shard in local for column in shard.columns]
+                parts[name] = _of_columns(module.table(name), scheme, columns)
+        if parts:
+            schemes = MixedDimensionScheme({name: part for name, (part, _) in parts.items()})
+            tables = {name: table for name, (_, table) in parts.items()}
+            bags = PackedEmbeddingBagCollection(schemes, tables, unknown_ids="zero")
         return _TablesOfRank(bags, rows)
 
     def _pooling(self) -> tuple[Tensor, Tensor]:
@@ -290,25 +337,24 @@ class ShardedPackedEmbeddingBagCollection(LogicalCollection):
         rows: list[list[Tensor]] = [[] for _ in self._devices]
         for shards, positions in zip(self._split.values(), self._positions_of_split, strict=True):
             unique, place = torch.cat([ids[f] for f in positions]).unique(return_inverse=True)
-            cuts = torch.tensor([0, *(shard.last for shard in shards)], device=unique.device)
+            cuts = torch.tensor([0, *(shard.rows.stop for shard in shards)], device=unique.device)
             ends = torch.searchsorted(unique, cuts).tolist()
             for of_rank in rows:
                 of_rank.append(unique[:0])
             for shard, begin, end in zip(shards, ends, ends[1:], strict=False):
-                rows[shard.rank][-1] = unique[begin:end] - shard.first
+                rows[shard.rank][-1] = unique[begin:end] - shard.rows.start
             places = place.split([counts[f] for f in positions])
             for f, of_feature in zip(positions, places, strict=True):
                 ids[f] = of_feature
         requests, sizes = [], []
-        for positions, of_tables in zip(self._positions, rows, strict=True):
+        parts = zip(self._positions, rows, self._widths, strict=True)
+        for positions, of_tables, widths in parts:
             num_rows = [len(part) for part in of_tables]
             head = torch.tensor([bags.stride(), *num_rows], device=lengths.device)
             of_bags = [numbers[f] for numbers in (ids, bits) if numbers for f in positions]
             of_lengths = lengths[positions].flatten()
             requests.append(torch.cat([head, of_lengths, *of_bags, *of_tables]))
-            width = sum(self._dims[f] for f in positions)
-            of_rows = [n * dim for n, dim in zip(num_rows, self._dims_of_split, strict=True)]
-            sizes.append([bags.stride() * width, *of_rows])
+            sizes.append([1, *map(mul, [bags.stride(), *num_rows], widths)])
         offsets = bags.offsets()
         return _Batch(bags.stride(), offsets, torch.cat(ids), weights, requests, sizes)
 
@@ -320,18 +366,31 @@ class ShardedPackedEmbeddingBagCollection(LogicalCollection):
             of_ranks = zip(shards, batch.requests, self._devices, strict=True)
             return [part.answer(ask.to(at), num_split).to(home) for part, ask, at in of_ranks]
         sizes = _exchange_sizes([len(request) for request in batch.requests], self._group, home)
-        requests = _exchange(batch.requests, sizes, self._group)
-        answers = [shards[0].answer(request, num_split) for request in requests]
-        return _exchange(answers, [sum(of_rank) for of_rank in batch.sizes], self._group)
+        requests, failure = _exchange(batch.requests, sizes, self._group), None
+        try:
+            answers = [shards[0].answer(request, num_split) for request in requests]
+        except Exception as error:  # others wait for this rank
+            failure, widths = error, self._widths[dist.get_rank(self._group)]
+            heads = [request[: 1 + num_split].tolist() for request in requests]
+            answers = [torch.ones(1 + sum(map(mul, head, widths)), device=home) for head in heads]
+        results = _exchange(answers, [sum(of_rank) for of_rank in batch.sizes], self._group)
+        if failure is not None:
+            raise failure
+        marks = torch.stack([result[0] for result in results]).tolist()
+        if any(marks):
+            message = f"rank {marks.index(1)} could not answer; its own error says why"
+            raise RuntimeError(message)
+        return results
 
     def _outputs(self, batch: _Batch, answers: list[Tensor]) -> Tensor:
         """Pooled embeddings ``(B, sum of D over features)``: those that came, and bags of rows."""
-        columns, rows = dict[int, Tensor](), list[tuple[Tensor, ...]]()
-        for positions, sizes, answer in zip(self._positions, batch.sizes, answers, strict=True):
-            bags, *of_rank = answer.split(sizes)
-            dims = [self._dims[f] for f in positions]
-            parts = bags.view(batch.size, sum(dims)).split(dims, dim=1)
-            columns |= dict(zip(positions, parts, strict=True))
+        columns, rows = dict[tuple[int, int], Tensor](), list[tuple[Tensor, ...]]()
+        for parts, sizes, answer in zip(self._parts, batch.sizes, answers, strict=True):
+            _, bags, *of_rank = answer.split(sizes)
+            widths = [len(of_part) for _, of_part in parts]
+            values = bags.view(batch.size, sum(widths)).split(widths, dim=1)
+            keys = [(feature, of_part.start) for feature, of_part in parts]
+            columns |= dict(zip(keys, values, strict=True))
             rows.append(tuple(of_rank))
         if self._split:
             of_tables = [
@@ -339,9 +398,9 @@ class ShardedPackedEmbeddingBagCollection(LogicalCollection):
                 for index, shards in enumerate(self._split.values())
             ]
             columns |= self._bags_of_rows(batch, of_tables)
-        return torch.cat([columns[f] for f in range(len(self._dims))], dim=1)
+        return torch.cat([columns[key] for key in sorted(columns)], dim=1)
 
-    def _bags_of_rows(self, batch: _Batch, rows: list[Tensor]) -> dict[int, Tensor]:
+    def _bags_of_rows(self, batch: _Batch, rows: list[Tensor]) -> dict[tuple[int, int], Tensor]:
         """Bags of float32 rows, by the operator that reads packed ones: its order, its rounding."""
         tables, blocks, num_groups = [], [], 0
         for index, dim in enumerate(self._dims_of_split):
@@ -365,7 +424,8 @@ class ShardedPackedEmbeddingBagCollection(LogicalCollection):
             sum(dims),
             True,
         )
-        return dict(zip(positions, values.split(dims, dim=1), strict=True))
+        keys = [(feature, 0) for feature in positions]
+        return dict(zip(keys, values.split(dims, dim=1), strict=True))
 
 
 def _exchange_sizes(sizes: list[int], group: dist.ProcessGroup, device: torch.device) -> list[int]:

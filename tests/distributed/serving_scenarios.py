@@ -34,7 +34,8 @@ AROUND = 2**17
 KINDS = {
     "table_wise": dict.fromkeys(READERS, "table_wise"),
     "row_wise": dict.fromkeys(READERS, "row_wise"),
-    "mixed": dict(zip(READERS, ("table_wise", "row_wise") * 3, strict=True)),
+    "column_wise": dict.fromkeys(READERS, "column_wise"),
+    "mixed": dict(zip(READERS, ("table_wise", "row_wise", "column_wise") * 2, strict=True)),
     "planned": {},
 }
 
@@ -114,7 +115,9 @@ def _model_on(at: Rank, kind: str, **options: Any) -> nn.Module:
     model = Ranker(path, **options)
     planner = EmbeddingShardingPlanner(
         topology=Topology(world_size=at.world_size, compute_device="cpu"),
-        constraints={name: ParameterConstraints(sharding_types=[of]) for name, of in KINDS[kind].items()},
+        constraints={
+            name: ParameterConstraints(sharding_types=[of], min_partition=DIM // 2) for name, of in KINDS[kind].items()
+        },
     )
     sharders = [PackedSharder()]
     plan = planner.collective_plan(model, sharders, at.process_group)
@@ -158,5 +161,15 @@ def unknown(unknown_ids: str, at: Rank) -> Results:
     return {"predictions": model(features)}
 
 
+def read_damage(kind: str, at: Rank) -> Results:
+    """Rows whose directory leads nowhere, in the memory of one rank alone."""
+    model = _model_on(at, kind)
+    for name, buffer in model.named_buffers():
+        if at.rank == 1 and name.endswith("c/directory"):
+            buffer[: len(buffer) // 2] = 255
+    return {"outcome": outcome_of(lambda: model(_all_rows()))}
+
+
 SERVED: dict[str, Scenario] = {kind: partial(served, kind) for kind in KINDS}
 UNKNOWN: dict[str, Scenario] = {way: partial(unknown, way) for way in ("error", "zero", "mean")}
+DAMAGE: dict[str, Scenario] = {f"damaged {kind}": partial(read_damage, kind) for kind in ("row_wise", "column_wise")}

@@ -34,7 +34,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankResults]:
     things |= {"compress": {kind: partial(of.compress_over, kind) for kind in of.KINDS}}
     things |= {"refresh": {kind: partial(of.refresh_over, kind) for kind in of.KINDS}}
     things |= {"narrow": of.NARROW, "prune": of.PRUNED, "export": of.EXPORTED, "refusals": {"all": of.refusals}}
-    things |= {"serve": serving.SERVED | serving.UNKNOWN}
+    things |= {"serve": serving.SERVED | serving.UNKNOWN | serving.DAMAGE}
     with running_ranks(2, joined(**things), tmp_path_factory.mktemp("two")) as running:
         yield running
 
@@ -212,3 +212,10 @@ def test_a_batch_that_one_rank_refuses_stops_all(two: RankResults) -> None:
     first, second = (own["outcome"] for own in two.part("serve")["error"])
     assert first.startswith("RuntimeError: rank 1 "), first
     assert second.startswith("ValueError: table 'e'"), second
+
+
+@pytest.mark.parametrize("scenario", serving.DAMAGE)
+def test_a_table_that_one_rank_cannot_read_stops_all(two: RankResults, scenario: str) -> None:
+    first, second = (own["outcome"] for own in two.part("serve")[scenario])
+    assert first.startswith("RuntimeError: rank 1 could not answer"), first
+    assert "a directory of rows that exist" in second, second
