@@ -222,11 +222,11 @@ def test_report_is_one_page_of_all_runs(searched: Path, trained: Path, compresse
 
 
 def test_a_search_begins_with_a_trained_model_whatever_holds_it(trained: Path, searched: Path, tmp_path: Path) -> None:
-    first = run_search(quick_search(tmp_path / "of_run", source=trained, epochs=2))
+    first = run_search(quick_search(tmp_path / "of_run", source=trained))
     assert first.history[0]["phase"] == "given"
     uncompressed = next(row for row in first.rows if row.method == UNCOMPRESSED)
     assert metrics_of(trained) == pytest.approx(uncompressed.metrics, abs=1e-6)
-    other = run_search(quick_search(tmp_path / "of_weights", source=trained / "model.safetensors", epochs=2))
+    other = run_search(quick_search(tmp_path / "of_weights", source=trained / "model.safetensors"))
     assert other.history == first.history
     again = run_search(quick_search(tmp_path / "of_search", source=searched))
     plain = next(row for row in json.loads((searched / "results.json").read_text())["rows"] if row["name"] == "")
@@ -259,14 +259,14 @@ def test_a_searched_run_is_compressed_as_it_was_merged(searched: Path, tmp_path:
 
 
 def test_a_table_needs_no_recipe_and_its_roles_are_given_once(gloo, tmp_path: Path, monkeypatch) -> None:
-    table, run, small = write_table(tmp_path / "clicks.csv"), tmp_path / "run", tmp_path / "small"
+    table, run, small = write_table(tmp_path / "clicks.csv", num_rows=1500), tmp_path / "run", tmp_path / "small"
 
     def say(*words: object) -> str:
         done = dnis(*words)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    say("train", table, *ROLES, "--out", run, "--epochs", 2)
+    say("train", table, *ROLES, "--out", run, *SHORT)
     assert json.loads((run / "run.json").read_text())["recipe"] == str(table)
     say("compress", table, "--from", run, "--compression", 4, "--out", small)
     assert BY_TIME in json.loads((small / "results.json").read_text())["notes"]

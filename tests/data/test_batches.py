@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -402,8 +403,9 @@ WRONG: list[tuple[Callable[[Batch], Batch], str]] = [
 ]
 
 
-@pytest.mark.parametrize("name", SPLITS)
-@pytest.mark.parametrize(("change", "message"), WRONG)
+@pytest.mark.parametrize(
+    ("name", "change", "message"), [(name, *wrong) for name, wrong in zip(cycle(SPLITS), WRONG, strict=False)]
+)
 def test_bad_batches_of_any_split_are_refused_before_training(
     gloo, tmp_path: Path, untrained: None, name: str, change: Callable[[Batch], Batch], message: str
 ) -> None:

@@ -392,8 +392,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch, level: Level, value: float) -> tup
     return pipeline, stream
 
 
-@pytest.mark.parametrize("level", list(Level))
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize(("level", "value"), [(Level.LOWER, float("inf")), (Level.UPPER, float("nan"))])
 @pytest.mark.usefixtures("gloo", "late")
 def test_a_gradient_that_is_not_finite_reaches_no_weight_and_stops_the_next_step(
     monkeypatch: pytest.MonkeyPatch, level: Level, value: float

@@ -46,8 +46,6 @@ from tests import models
 from tests.models import collection, features
 from tests.selection.shard_cases import shard_by
 
-every_model = pytest.mark.parametrize("name", list(models.MODELS))
-
 
 def structure(model: nn.Module) -> dict[str, str]:
     return {fqn: type(module).__name__ for fqn, module in model.named_modules()}
@@ -72,7 +70,7 @@ def assert_plain_again(merged: nn.Module, original: nn.Module) -> None:
         assert collections(merged)[fqn].device == module.device
 
 
-@every_model
+@pytest.mark.parametrize("name", list(models.MODELS))
 def test_preparing_changes_no_output_and_shares_the_weights(name: str) -> None:
     model = models.MODELS[name]()
     expected = models.predict(model)
@@ -85,8 +83,7 @@ def test_preparing_changes_no_output_and_shares_the_weights(name: str) -> None:
     assert {(fqn, s.table): s.weight.data_ptr() for fqn, m in wrapped.items() for s in local_shards(m)} == storages
 
 
-@every_model
-@pytest.mark.parametrize("sharding_type", [None, *models.SHARDING_TYPES])
+@pytest.mark.parametrize(("name", "sharding_type"), models.SHARDED_MODELS)
 @pytest.mark.parametrize("searched", [True, False])
 @pytest.mark.usefixtures("gloo")
 def test_the_plain_model_comes_back_and_computes_the_same(name: str, sharding_type: str | None, searched: bool) -> None:

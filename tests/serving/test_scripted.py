@@ -145,7 +145,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[nn.Modu
             if kind == "sequences":
                 models[name], served = map(Sequences, pair(form, tables=SHARED, need_indices=False))
             else:
-                models[name], served, _ = model_pair(kind, form, SHARED, is_weighted=is_weighted)
+                models[name], served = model_pair(kind, form, is_weighted=is_weighted)
             write(folder, name, served.eval())
     torch.save((list(MODELS), BATCHES), folder / "batches")
     fbgemm = importlib.util.find_spec("fbgemm_gpu")

@@ -101,8 +101,9 @@ def late() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("is_late", [True, False])
-@pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("sharding_type", [None, *models.SHARDING_TYPES])
+@pytest.mark.parametrize(
+    ("sharding_type", "compiled"), [*((kind, True) for kind in (None, *models.SHARDING_TYPES)), ("table_wise", False)]
+)
 @pytest.mark.usefixtures("gloo")
 def test_no_table_learns_a_bad_gradient(sharding_type: str | None, compiled: bool, is_late: bool) -> None:
     torch.manual_seed(0)  # of some initial weights every ReLU of the over arch is dead, and swallows the NaN
