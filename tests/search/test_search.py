@@ -1,9 +1,12 @@
-"""The whole search, of fresh and of trained models, with tables left alone and turned, in one call; it goes on."""
+"""The whole search, of fresh and trained models, with tables left alone and turned, in one call; progress."""
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -56,7 +59,7 @@ from tests.distributed.model import assert_same
 from tests.models import state_tensors
 from tests.programs import run_python
 from tests.reference import second_moment_reference
-from tests.tiny import ROWS, make_batch, make_collection, make_recipe, quick_search, read_late
+from tests.tiny import QUICK, ROWS, make_batch, make_collection, make_recipe, quick_search, read_late
 
 CPU = torch.device("cpu")
 SIZE = 10.0
@@ -760,17 +763,15 @@ def whole_search(gloo, tmp_path_factory: pytest.TempPathFactory) -> tuple[Search
     return *run_shuffled(folder, "adam", every=4), folder
 
 
-@pytest.mark.parametrize("phase", ["plain", "ramp"])
-def test_a_search_goes_on_where_a_phase_is_over_and_the_next_has_not_begun(
-    whole_search: tuple[SearchOutcome, list[float], Path], tmp_path: Path, phase: str
+def test_a_search_goes_on_where_the_ramp_is_over_and_the_release_has_not_begun(
+    whole_search: tuple[SearchOutcome, list[float], Path], tmp_path: Path
 ) -> None:
-    """As after SIGKILL there."""
+    """As after SIGKILL there; after one behind plain training: `test_tables_turn_once_...`."""
     whole, expected, _ = whole_search
     with pytest.raises(Killed):
-        run_shuffled(tmp_path / "broken", "adam", kill_behind=phase)
+        run_shuffled(tmp_path / "broken", "adam", kill_behind="ramp")
     outcome, losses = run_shuffled(tmp_path / "broken", "adam", resume=True)
-    assert losses == expected[len(expected) - len(losses) :]
-    assert len(losses) == len(expected) - {"plain": 20, "ramp": 28}[phase]
+    assert losses == expected[28:]
     assert_same_outcomes(outcome, whole)
 
 
@@ -811,3 +812,40 @@ def test_other_data_in_as_many_batches_is_refused(gloo, tmp_path: Path) -> None:
         getattr(same.data, split).batches.reverse()  # the order of an epoch is the stream's own affair
     with pytest.raises(SearchInterrupted):
         found_by(same, tmp_path, stop, Saving(resume=True))
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(monkeypatch: pytest.MonkeyPatch, kind: type[io.StringIO]) -> tuple[str, str]:
+    """What a search and a compression show on standard error."""
+    texts = []
+    for work in (
+        lambda recipe: dnis.search(recipe, compression=4, settings=QUICK),
+        lambda recipe: dnis.compress(recipe.model, recipe.data.train, loss=recipe.loss, compression=4),
+    ):
+        monkeypatch.setattr(sys, "stderr", kind())
+        torch.manual_seed(0)
+        work(make_recipe())
+        texts.append(sys.stderr.getvalue())
+    return texts[0], texts[1]
+
+
+def test_calls_show_progress_and_end_in_a_sentence_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    search, compress = shown(monkeypatch, Terminal)
+    assert "plain, epoch 1 of at most 1:" in search
+    for text in (search, compress):
+        sentence = text.splitlines()[-1]
+        assert sentence.startswith("Tables are 4.")
+        assert "bytes instead of 1,664; " in sentence
+        assert "uncompressed" in sentence
+
+
+def test_elsewhere_they_show_nothing_but_log_it(monkeypatch, caplog) -> None:
+    with caplog.at_level(logging.INFO, "dnis_torchrec"):
+        assert shown(monkeypatch, io.StringIO) == ("", "")
+    messages = [record.getMessage() for record in caplog.records]
+    assert sum(message.startswith("Tables are 4.") for message in messages) == 2
+    assert any(message.startswith("epoch 0, plain: train loss") for message in messages)

@@ -1,4 +1,4 @@
-"""Packed tables serve what their codes stand for; unknown ids; models that hold served tables are traced."""
+"""Packed tables serve what their codes stand for, and over ranks the same bits; unknown ids; TorchRec's planner."""
 
 from __future__ import annotations
 
@@ -20,6 +20,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
+from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
+from torchrec.distributed.types import ParameterSharding, ShardingEnv
+from torchrec.inference.modules import DEFAULT_SHARDERS, quantize_inference_model, shard_quant_model
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import dnis_torchrec as dnis
@@ -31,13 +40,19 @@ from dnis_torchrec.blocks.routing import RowRouting, directory_bytes
 from dnis_torchrec.ops.build import INSTRUCTION_SETS, LOOKUPS
 from dnis_torchrec.ops.packed import torch_packed_embedding_bag
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
-from dnis_torchrec.serving import MeanForUnknownIds, PackedEmbeddingBagCollection, PackedTable, load_operator
+from dnis_torchrec.serving import (
+    MeanForUnknownIds,
+    PackedEmbeddingBagCollection,
+    PackedSharder,
+    PackedTable,
+    load_operator,
+)
 from dnis_torchrec.serving import tables as unknown_ids
 from dnis_torchrec.serving.packed import HeldBuffers
 from tests import reference
 from tests.models import interest, rounded
 from tests.models import make_batch as make_sequence_batch
-from tests.reference import pool
+from tests.reference import Case, all_rows, cases, coded_tables, packed_case, pool
 
 needs_compiler = pytest.mark.skipif(not load_operator(), reason="no C++ compiler")
 
@@ -332,3 +347,130 @@ def test_copies_hold_their_own_and_nothing_is_stored_twice() -> None:
     torch.save(large, file)
     assert file.tell() < 500_000
     assert list(large.state_dict()) == ["a"]
+
+
+def sharding(sharding_type: str, shares: dict[int, int], dim: int) -> ParameterSharding:
+    """A plan by hand: rank -> its rows."""
+    first, shards = 0, []
+    for rank, rows in shares.items():
+        shards.append(ShardMetadata([first, 0], [rows, dim], f"rank:{rank}/cpu"))
+        first += rows
+    return ParameterSharding(sharding_type, "quant", list(shares), EnumerableShardingSpec(shards))
+
+
+def with_codes_of(case: Case, tables: dict[str, Any]) -> Any:
+    """The scheme with the scales and shifts of drawn tables."""
+    schemes = {}
+    for name, table in case.scheme.tables.items():
+        scale, shift = tables[name].scale_and_shift()
+        schemes[name] = replace(table, scale=scale, shift=shift)
+    return replace(case.scheme, tables=schemes)
+
+
+@st.composite
+def plans(draw: st.DrawFn, scheme: Any, world_size: int) -> dict[str, ParameterSharding]:
+    """Each table whole somewhere, or split into any shares over some ranks in any order."""
+    plan = {}
+    for table in scheme.tables.values():
+        kind = draw(st.sampled_from(["table_wise", "row_wise"]))
+        ranks = draw(st.permutations(range(world_size)))[
+            : 1 if kind == "table_wise" else draw(st.integers(1, world_size))
+        ]
+        shares = {rank: draw(st.integers(1, 5)) for rank in ranks}
+        plan[table.table_name] = sharding(kind, shares, table.embedding_dim)
+    return plan
+
+
+@given(cases(), st.integers(0, 2**16), st.integers(1, 3), st.sampled_from(["error", "zero"]), st.data())
+def test_any_plan_gives_the_bits_of_one_process(
+    case: Case, seed: int, world_size: int, unknown_ids: str, data: st.DataObject
+) -> None:
+    case, tables = packed_case(case, seed)
+    scheme = with_codes_of(case, tables)
+    whole = PackedEmbeddingBagCollection(scheme, tables, unknown_ids=unknown_ids)
+    plan = data.draw(plans(scheme, world_size))
+    sharded = PackedSharder().shard(whole, plan, ShardingEnv.from_local(world_size, 0))
+    features = case.kjt()
+    if unknown_ids == "zero" and data.draw(st.booleans()):
+        features.values()[::3] = 1000
+    output, expected = sharded(features), whole(features)
+    assert output.keys() == expected.keys()
+    assert list(output.length_per_key()) == list(expected.length_per_key())
+    assert output.values().view(torch.int32).equal(expected.values().view(torch.int32))
+
+
+class Both(nn.Module):
+    """Packed tables beside a plain collection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tables, scheme = coded_tables()
+        self.packed = serve(scheme, tables, "packed")
+        config = EmbeddingBagConfig(name="plain", num_embeddings=10, embedding_dim=8, feature_names=["user"])
+        self.plain = EmbeddingBagCollection(tables=[config])
+
+    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        return torch.cat([self.packed(features).values(), self.plain(features).values()], dim=1)
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:_check_is_size will be removed:FutureWarning")
+@pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
+def test_a_model_is_quantized_and_sharded_around_packed_tables(kind: str) -> None:
+    """`quantize_inference_model` quantizes plain tables alone; `shard_quant_model` spreads both."""
+    model = Both()
+    packed = model.packed
+    expected = packed(all_rows()).values()
+    model = quantize_inference_model(model)
+    assert model.packed is packed
+    assert isinstance(model.plain, QuantEmbeddingBagCollection)
+    assert packed(all_rows()).values().equal(expected)
+    outputs = model(all_rows())
+    names = ("user", "movie/seen", "plain")
+    constraints = {name: ParameterConstraints(sharding_types=[kind]) for name in names}
+    options = {"world_size": 2, "compute_device": "cpu", "constraints": constraints}
+    both, plan = shard_quant_model(copy.deepcopy(model), sharders=[PackedSharder(), *DEFAULT_SHARDERS], **options)
+    assert set(plan.plan) == {"packed", "plain"}  # the plain one lies on the meta device until it gets weights
+    assert both.packed(all_rows()).values().equal(expected)
+    sharded, _ = shard_quant_model(model, sharders=[PackedSharder()], **options)
+    assert sharded.packed is not packed
+    assert sharded(all_rows()).equal(outputs)
+
+
+def test_the_planner_reads_the_bytes_of_packed_tables() -> None:
+    """Up to a row of float32."""
+    tables, scheme = coded_tables()
+    module = serve(scheme, tables, "packed")
+    topology = Topology(world_size=2, compute_device="cpu")
+    options = EmbeddingEnumerator(topology, batch_size=1).enumerate(nn.ModuleDict({"m": module}), [PackedSharder()])
+    assert {option.sharding_type for option in options} == {"table_wise", "row_wise"}
+    for option in options:
+        size, row = module.bytes_of_table(option.name), 4 * 5
+        assert size <= option.tensor.numel() * option.tensor.element_size() < size + row
+
+
+def test_column_wise_is_refused() -> None:
+    tables, scheme = coded_tables()
+    module = serve(scheme, tables, "packed")
+    plan = {name: sharding("column_wise", {0: 10}, 5) for name in scheme.tables}
+    with pytest.raises(ValueError, match="row_wise"):
+        PackedSharder().shard(module, plan, ShardingEnv.from_local(2, 0))
+
+
+def test_plans_of_torchrec_and_a_batch_size_for_each_feature() -> None:
+    """Ranks that are local devices keep all shards, and count their bytes together."""
+    tables, scheme = coded_tables()
+    module, sharder = serve(scheme, tables, "packed"), PackedSharder()
+    by_table = {"user": row_wise(), "movie/seen": table_wise(rank=1)}
+    sizes = {"local_size": 2, "world_size": 2, "device_type": "cpu"}
+    plan = construct_module_sharding_plan(module, by_table, sharder, **sizes)
+    sharded = sharder.shard(module, plan, ShardingEnv.from_local(2, 0))
+    inverse = (["user", "movie"], torch.tensor([[0, 0, 1], [0, 1, 2]]))
+    strides, lengths = [[2], [3]], torch.tensor([3, 0, 1, 2, 1])
+    features = KeyedJaggedTensor(
+        ["user", "movie"], torch.arange(7), lengths=lengths, stride_per_key_per_rank=strides, inverse_indices=inverse
+    )
+    assert sharded(features).values().equal(module(features).values())
+    assert sharded.bytes_of_table("movie/seen") == module.bytes_of_table("movie/seen")
+    assert [len(rank.rows) for rank in sharded.shards.values()] == [1, 1]
+    assert [rank.bags is not None for rank in sharded.shards.values()] == [False, True]
