@@ -313,7 +313,7 @@ def test_code_of_all_other_pages_is_run_elsewhere() -> None:
         "checkpoints.md",
         "models.md",
         "packaging.md",
-    )  # test_docs.py, selection/test_swap.py, test_models_page.py, serving/test_scripted.py
+    )  # test_docs.py, selection/test_plan.py, test_models_page.py, serving/test_scripted.py
     assert sorted(path.name for path in pages) == sorted((*HOW_TO, *elsewhere))
 
 
@@ -327,8 +327,8 @@ def moved(word: str, folder: Path) -> str:
 @pytest.mark.parametrize("heading", ["Your own table", "A search while the model trains"])
 def test_its_commands_run_alone_and_twice(gloo, tmp_path: Path, heading: str, monkeypatch) -> None:
     """As they are, in the project's folder; but for one epoch, fewer samples, and with files and folders elsewhere."""
-    monkeypatch.setattr(synthetic, "NUM_SAMPLES", 10_000)
-    monkeypatch.setattr(own_data.draw_frame, "__defaults__", (5_000,))
+    monkeypatch.setattr(synthetic, "NUM_SAMPLES", 3_000)
+    monkeypatch.setattr(own_data.draw_frame, "__defaults__", (2_000,))
     (block,) = re.findall(rf"^## {heading}\n.*?^```sh\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
     for line in block.splitlines() * 2:
         program, *words = [moved(word, tmp_path) for word in shlex.split(line)]
