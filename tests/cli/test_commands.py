@@ -222,11 +222,11 @@ def test_report_is_one_page_of_all_runs(searched: Path, trained: Path, compresse
 
 
 def test_a_search_begins_with_a_trained_model_whatever_holds_it(trained: Path, searched: Path, tmp_path: Path) -> None:
-    first = run_search(quick_search(tmp_path / "of_run", source=trained))
+    first = run_search(quick_search(tmp_path / "of_run", source=trained, epochs=2))
     assert first.history[0]["phase"] == "given"
     uncompressed = next(row for row in first.rows if row.method == UNCOMPRESSED)
     assert metrics_of(trained) == pytest.approx(uncompressed.metrics, abs=1e-6)
-    other = run_search(quick_search(tmp_path / "of_weights", source=trained / "model.safetensors"))
+    other = run_search(quick_search(tmp_path / "of_weights", source=trained / "model.safetensors", epochs=2))
     assert other.history == first.history
     again = run_search(quick_search(tmp_path / "of_search", source=searched))
     plain = next(row for row in json.loads((searched / "results.json").read_text())["rows"] if row["name"] == "")
