@@ -193,6 +193,11 @@ MODELS = {
     "bare": collection,
 }
 """name -> builder; ``"bare"`` is a collection and no model around it."""
+SHARDED_MODELS = [
+    *((name, None) for name in MODELS),
+    *((name, kind) for name in ("dlrm", "two_dims") for kind in SHARDING_TYPES),
+]
+"""Each model as it is, and two of them in each sharding type."""
 
 
 def blocks_for(model: nn.Module) -> RowBlocks:

@@ -97,7 +97,6 @@ def test_a_table_on_disk_becomes_an_artifact_within_the_limit(tmp_path: Path) ->
 
 
 RECIPE = "tests.tiny:demo"
-START = Point(embedding_l2=0.0, table_learning_rate=0.003, dense_learning_rate=0.001)
 
 
 def test_every_run_is_a_line_that_is_not_repeated(tmp_path, monkeypatch, capsys) -> None:
@@ -119,7 +118,6 @@ def test_every_run_is_a_line_that_is_not_repeated(tmp_path, monkeypatch, capsys)
     assert read_runs(tmp_path / FILE) == runs
 
 
-CPU = torch.device("cpu")
 PYTHON = [sys.executable, "-X", "faulthandler", "-S", "-c"]
 CRASH = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
 HANG = "import faulthandler, signal, time; faulthandler.register(signal.SIGUSR1); time.sleep(60)"

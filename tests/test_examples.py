@@ -369,6 +369,12 @@ RECIPES: dict[str, Callable[..., dnis.Recipe]] = {
     **{f"lastfm_tags:{name}": getattr(lastfm_tags, name) for name in ("fm", "deepfm", "dlrm")},
     "synthetic:demo": synthetic.demo,
 }
+EACH_MODEL = [
+    *(f"movielens:{name}" for name in OF_MOVIELENS),
+    *("criteo:fm_weighted", "criteo:simple_deepfm", "anime:mf", "amazon_sports:deepfm", "lastfm_tags:dlrm"),
+    "synthetic:demo",
+]
+"""Recipes that have each model and each publisher's data once."""
 DEFAULT_DIMS = {"synthetic:demo": 16}
 
 
@@ -406,7 +412,8 @@ def splits_of(recipe: dnis.Recipe) -> list[InMemoryBatches]:
     return [recipe.data.train, recipe.data.validation, recipe.data.selection, recipe.data.test]
 
 
-def test_every_recipe_learns_at_any_embedding_dim_and_runs_in_torchrecs_pipeline(request, build, gloo):
+@pytest.mark.parametrize("build", EACH_MODEL, indirect=True)
+def test_every_model_learns_at_any_embedding_dim_and_runs_in_torchrecs_pipeline(request, build, gloo):
     default = DEFAULT_DIMS.get(request.node.callspec.params["build"], 64)
     for embedding_dim in (None, 1, 4):
         recipe, dim = build(embedding_dim=embedding_dim), embedding_dim or default

@@ -284,7 +284,7 @@ def test_pep_moves_values_and_thresholds_by_the_gradients_of_what_the_model_read
     torch.testing.assert_close(threshold, thresholds.grad)
 
 
-@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.has_size])
+@pytest.mark.parametrize("name", ["hash", "magnitude", "compress"])
 def test_a_size_out_of_reach_is_said(gloo, name: str) -> None:
     precision = METHODS[name].precisions[0]
     with pytest.raises(UnmetError):

@@ -74,8 +74,7 @@ def compressed(model: nn.Module, factor: float = 1.0, compression: float = 6) ->
     return model
 
 
-@pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize("make", [dlrm, Sequence])
+@pytest.mark.parametrize(("make", "assign"), [(dlrm, False), (Sequence, True)])
 def test_a_state_dict_gives_a_twin_of_other_scales_the_same_predictions(
     make: Callable[[], nn.Module], assign: bool
 ) -> None:
@@ -109,8 +108,7 @@ def test_narrow_tables_take_no_values_that_were_cut_otherwise(tmp_path: Path) ->
         modules[0].load_state_dict(modules[1].state_dict(), strict=False)
 
 
-@pytest.mark.parametrize("make", [dlrm, Sequence])
-@pytest.mark.parametrize("form", ["packed", "mixed_dimension"])
+@pytest.mark.parametrize(("make", "form"), [(dlrm, "mixed_dimension"), (Sequence, "packed")])
 def test_what_compress_leaves_is_written_and_fills_a_fresh_model(
     make: Callable[[int], nn.Module], form: str, tmp_path: Path
 ) -> None:

@@ -19,10 +19,10 @@ import dnis_torchrec as dnis
 # ## Data
 #
 # Every user and every item has four hidden numbers. A click is likely if they agree. There are few samples for each
-# user, so a model with 32 columns overfits.
+# user, so a model with 16 columns overfits.
 
 # %%
-USERS, ITEMS, BATCH_SIZE, DIM = 1000, 1500, 512, 32
+USERS, ITEMS, BATCH_SIZE, DIM = 250, 400, 512, 16
 generator = torch.Generator().manual_seed(0)
 user_taste, item_taste = torch.randn(USERS, 4, generator=generator), torch.randn(ITEMS, 4, generator=generator)
 
@@ -41,7 +41,7 @@ def make_batches(number: int) -> list[Batch]:
 
 
 data = dnis.DataSplits(
-    train=make_batches(80), validation=make_batches(20), selection=make_batches(20), test=make_batches(20)
+    train=make_batches(25), validation=make_batches(10), selection=make_batches(10), test=make_batches(10)
 )
 
 # %% [markdown]

@@ -259,14 +259,14 @@ def test_a_searched_run_is_compressed_as_it_was_merged(searched: Path, tmp_path:
 
 
 def test_a_table_needs_no_recipe_and_its_roles_are_given_once(gloo, tmp_path: Path, monkeypatch) -> None:
-    table, run, small = write_table(tmp_path / "clicks.csv"), tmp_path / "run", tmp_path / "small"
+    table, run, small = write_table(tmp_path / "clicks.csv", num_rows=1500), tmp_path / "run", tmp_path / "small"
 
     def say(*words: object) -> str:
         done = dnis(*words)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    say("train", table, *ROLES, "--out", run, "--epochs", 2)
+    say("train", table, *ROLES, "--out", run, *SHORT)
     assert json.loads((run / "run.json").read_text())["recipe"] == str(table)
     say("compress", table, "--from", run, "--compression", 4, "--out", small)
     assert BY_TIME in json.loads((small / "results.json").read_text())["notes"]

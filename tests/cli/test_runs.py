@@ -58,10 +58,10 @@ def files_but_lock(run: Path) -> dict[str, bytes]:
     return {name: content for name, content in files_of(run).items() if name != "lock"}
 
 
-@pytest.mark.parametrize("steps", [4, 12, 30], ids=["plain", "ramp", "release"])
-def test_a_resumed_run_leaves_the_same_files(whole: Path, tmp_path: Path, steps: int) -> None:
+def test_a_resumed_run_leaves_the_same_files(whole: Path, tmp_path: Path) -> None:
+    """Stopped in the ramp; in the release: the run at a URL below; in each phase: tests/search/test_search.py."""
     out = tmp_path / "run"
-    interrupt(out, steps)
+    interrupt(out, 12)
     assert RunFolder(out).status() == INTERRUPTED
     results = run_search(quick_search(out, resume=True))
     assert results.rows[0].seconds > 0
@@ -70,27 +70,13 @@ def test_a_resumed_run_leaves_the_same_files(whole: Path, tmp_path: Path, steps:
     assert run_search(quick_search(out, resume=True)) == results
 
 
-@pytest.fixture(scope="module")
-def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_table(tmp_path_factory.mktemp("table") / "clicks.csv")
-
-
-@pytest.fixture(scope="module", params=["recipe", "table"])
-def trained(
-    gloo, table: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[tuple, Path]:
-    """The words of a training, and the run of one that nothing stopped."""
-    out = tmp_path_factory.mktemp("trained") / "whole"
-    words = ("train", *((table, *ROLES) if request.param == "table" else ("tests.tiny:demo",)), "--epochs", 4)
-    done = dnis(*words, "--out", out)
-    assert done.returncode == 0, done.stderr
-    return words, out
-
-
-@pytest.mark.parametrize("steps", [3, 8, 14], ids=["first epoch", "second", "end of the third"])
-def test_a_resumed_training_leaves_the_same_files(trained: tuple[tuple, Path], tmp_path: Path, steps: int) -> None:
+@pytest.mark.parametrize(("kind", "steps"), [("recipe", 3), ("table", 14)], ids=["first epoch", "end of the third"])
+def test_a_resumed_training_leaves_the_same_files(gloo, tmp_path: Path, kind: str, steps: int) -> None:
     """As one that nothing stopped: model, scheme and head, but for the folder's name in it."""
-    words, uninterrupted = trained
+    data = (write_table(tmp_path / "clicks.csv"), *ROLES) if kind == "table" else ("tests.tiny:demo",)
+    words, uninterrupted = ("train", *data, "--epochs", 4), tmp_path / "whole"
+    done = dnis(*words, "--out", uninterrupted)
+    assert done.returncode == 0, done.stderr
     with pytest.MonkeyPatch.context() as patch:
         stop_after(patch, steps)
         done = dnis(*words, "--out", tmp_path / "run")
@@ -262,9 +248,12 @@ def test_a_run_at_a_url_is_published_resumed_and_exported(gloo, whole: Path, rem
 
 
 @pytest.mark.parametrize(
-    "words", [("search", "tests.tiny:demo", "--compression", 4), ("train", "examples.synthetic:demo")]
+    ("words", "number", "code"),
+    [
+        (("search", "tests.tiny:demo", "--compression", 4), signal.SIGINT, 130),
+        (("train", "examples.synthetic:demo"), signal.SIGTERM, 143),
+    ],
 )
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_saves_and_an_unfinished_run_is_not_exported(
     tmp_path: Path, words: tuple, number: int, code: int
 ) -> None:

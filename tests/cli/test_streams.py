@@ -1,9 +1,10 @@
-"""One pass over a stream: beside a plain loop of torch, day after day, killed and gone on with, compressed."""
+"""One pass over a stream: beside a plain loop, day after day, killed, compressed, in narrow tables, refreshed."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,16 +17,20 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec.datasets.utils import Batch
 
+from dnis_torchrec import apply_delta
+from dnis_torchrec.artifact.delta import read_state
+from dnis_torchrec.artifact.load import read_scheme
 from dnis_torchrec.artifact.manifest import read_manifest
-from dnis_torchrec.cli import commands
-from dnis_torchrec.cli.commands import run_compress, run_evaluate, run_search, run_train, run_verify
+from dnis_torchrec.cli import commands, streams
+from dnis_torchrec.cli.commands import run_compress, run_evaluate, run_refresh, run_search, run_train, run_verify
 from dnis_torchrec.cli.run import INTERRUPTED, RunFolder
-from dnis_torchrec.cli.settings import CompressCommand, EvaluateCommand, TrainCommand
+from dnis_torchrec.cli.settings import CompressCommand, EvaluateCommand, RefreshCommand, TrainCommand
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.report.page import draw_charts
 from dnis_torchrec.report.rows import COMPRESS, UNCOMPRESSED, read_results
 from dnis_torchrec.training import loop as loops
 from dnis_torchrec.training import progressive
+from dnis_torchrec.training.checkpoint import Manifest
 from dnis_torchrec.training.loop import SearchInterrupted, TrainLoop
 from tests.programs import dnis
 from tests.tiny import ROLES, batches_of_day, demo, files_of, quick_search, tasks_make_recipe, two_sided, write_table
@@ -63,6 +68,12 @@ def trained(out: Path, recipe: str = DAY, **settings: Any) -> RunFolder:
 @pytest.fixture(scope="module")
 def day(gloo, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return trained(tmp_path_factory.mktemp("day") / "run")
+
+
+@pytest.fixture(scope="module")
+def later(day: RunFolder) -> RunFolder:
+    """The day after it."""
+    return trained(day.path.parent / "next", NEXT, source=day.path)
 
 
 def results_of(run: RunFolder) -> dict[str, Any]:
@@ -130,9 +141,8 @@ def test_every_task_is_judged(gloo, tmp_path: Path) -> None:
     assert metrics["rating_mse"] == pytest.approx(float(errors.sum() / weights.sum()), abs=1e-4)
 
 
-def test_the_next_day_goes_on_as_if_it_were_one(day: RunFolder, tmp_path: Path) -> None:
-    both = trained(tmp_path / "both", BOTH, steps=60)
-    run = trained(tmp_path / "next", NEXT, source=day.path)
+def test_the_next_day_goes_on_as_if_it_were_one(later: RunFolder, tmp_path: Path) -> None:
+    both, run = trained(tmp_path / "both", BOTH, steps=60), later
     for name in ("model", "counts"):
         first, second = (load_file(of.path / f"{name}.safetensors") for of in (both, run))
         assert {key for key in first if not first[key].equal(second[key])} == set()
@@ -211,15 +221,14 @@ def test_a_run_of_a_stream_is_compressed_and_evaluated(day: RunFolder, tmp_path:
     assert read_manifest(out / "x4")["run"]["stream"]["steps"] == 30
 
 
-def test_the_counts_of_all_days_make_the_blocks(day: RunFolder, tmp_path: Path, monkeypatch) -> None:
+def test_the_counts_of_all_days_make_the_blocks(later: RunFolder, tmp_path: Path, monkeypatch) -> None:
     given: dict[str, Any] = {}
     measure = commands.measure_
     monkeypatch.setattr(commands, "measure_", lambda *a, **options: (given.update(options), measure(*a, **options))[1])
-    run = trained(tmp_path / "next", NEXT, source=day.path)
-    run_compress(CompressCommand(recipe=NEXT, source=run.path, out=tmp_path / "small", compression="2"))
+    run_compress(CompressCommand(recipe=NEXT, source=later.path, out=tmp_path / "small", compression="2"))
     assert given["held_out"] is None
     for name, counts in given["counts"].counts.items():
-        assert counts.equal(run.counts().counts[name])
+        assert counts.equal(later.counts().counts[name])
 
 
 def test_the_command_line_shows_the_pass(day: RunFolder, tmp_path: Path) -> None:
@@ -290,3 +299,151 @@ def test_a_table_is_a_stream_in_the_order_of_time(gloo, suffix: str, tmp_path: P
     done = dnis("train", table, *ROLES[:-2], "--steps", 2, "--out", tmp_path / "none")
     assert (done.returncode != 0, "time" in done.stderr) == (True, True)
     assert not (tmp_path / "none").exists()
+
+
+class World:
+    """A plain run of a day and the artifact that was made of it."""
+
+    def __init__(self, folder: Path, day: RunFolder) -> None:
+        self.folder, self.day = folder, day
+        run_compress(CompressCommand(recipe=DAY, source=self.day.path, compression="3", out=folder / "small"))
+        (self.artifact,) = (path.parent for path in (folder / "small").glob("*/manifest.json"))
+        self.narrow = self.next("narrow", DAY, self.day, steps=30)
+
+    def next(self, name: str, recipe: str, past: RunFolder, **settings: object) -> RunFolder:
+        return trained(self.folder / name, recipe, source=past.path, scheme=self.artifact, **settings)
+
+
+@pytest.fixture(scope="module")
+def world(day: RunFolder, tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("world"), day)
+
+
+def shapes(run: RunFolder) -> dict[str, list[int]]:
+    tensors = Manifest.read(run.latest_checkpoint()).tensors.items()
+    return {key: entry["size"] for key, entry in tensors if not key.startswith("rank") and not key.endswith(".axes")}
+
+
+def test_a_run_of_narrow_tables_looks_like_a_plain_one(world: World) -> None:
+    assert shapes(world.narrow) == shapes(world.day)
+    assert len(list(Path(world.narrow.checkpoints).iterdir())) == 1
+    head = world.narrow.read_head()
+    assert head["configuration"]["scheme"] == str(world.artifact)
+    weights, stored = load_file(world.narrow.path / "model.safetensors"), {}
+    for name in world.narrow.scheme().tables:
+        key = next(key for key in weights if key.endswith(f".embedding_bags.{name}.weight"))
+        stored[name] = weights[key]
+        assert not stored[name].equal(load_file(world.day.path / "model.safetensors")[key])
+    assert torch.isfinite(torch.cat([weight.flatten() for weight in stored.values()])).all()
+    assert world.narrow.counts().num_samples == 2 * world.day.counts().num_samples
+
+
+def test_two_days_in_one_scheme_are_one_run_of_both(world: World) -> None:
+    """The second day stands in the axes of the artifact already; nothing is turned twice."""
+    second = world.next("second", NEXT, world.narrow, steps=30)
+    both = world.next("both", BOTH, world.day, steps=60)
+    one, other = (load_file(run.path / "model.safetensors") for run in (second, both))
+    assert one.keys() == other.keys()
+    for key, value in other.items():
+        torch.testing.assert_close(one[key], value, atol=1e-6, rtol=1e-5)
+
+
+def test_plain_training_and_compress_go_on_with_it(world: World) -> None:
+    plain = trained(world.folder / "plain", NEXT, source=world.narrow.path, steps=5)
+    assert shapes(plain) == shapes(world.day)
+    out = world.folder / "again"
+    run_compress(CompressCommand(recipe=DAY, source=world.narrow.path, compression="3", out=out))
+    (artifact,) = (path.parent for path in out.glob("*/manifest.json"))
+    assert read_scheme(artifact).compression() >= 3
+
+
+def test_epochs_of_splits_train_narrow_tables_too(world: World, tmp_path: Path) -> None:
+    run = trained(tmp_path / "run", "tests.tiny:demo", steps=None, epochs=2, scheme=world.artifact)
+    tables = load_file(run.path / "model.safetensors")
+    assert {key for key in tables if not key.endswith(".axes")} == {
+        key for key in load_file(world.day.path / "model.safetensors") if not key.endswith(".axes")
+    }
+
+
+def test_a_kill_is_gone_on_with(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tables are narrow again, and nothing is trained twice."""
+    whole = world.next("whole", NEXT, world.day, steps=12)
+
+    def stop(*values: object) -> None:
+        raise RuntimeError("the power went")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="the power went"):
+        patch.setattr(streams.NarrowTraining, "plain_model", stop)
+        world.next("killed", NEXT, world.day, steps=12)
+    killed = world.next("killed", NEXT, world.day, steps=12, resume=True)
+    one, other = (load_file(run.path / "model.safetensors") for run in (killed, whole))
+    assert [key for key in other if not one[key].equal(other[key])] == []
+
+
+@pytest.fixture(scope="module", params=["stream", "splits"])
+def folder(
+    request: pytest.FixtureRequest, world: World, later: RunFolder, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """An artifact x3, and the run of the next day, or of another training; the recipe of the latter."""
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "stream":
+        shutil.copytree(world.artifact, folder / "small" / "x3")
+        shutil.copytree(later.path, folder / "next")
+        (folder / "recipe").write_text(NEXT)
+        return folder
+    recipe = "tests.tiny:demo"
+    for name, epochs in (("run", 1), ("next", 3)):
+        run_train(TrainCommand(recipe=recipe, out=folder / name, epochs=epochs))
+    run_compress(CompressCommand(recipe=recipe, source=folder / "run", out=folder / "small", compression="3"))
+    (folder / "recipe").write_text(recipe)
+    return folder
+
+
+def refresh(folder: Path, out: str, **settings) -> list[str]:
+    recipe = (folder / "recipe").read_text()
+    return list(
+        run_refresh(
+            RefreshCommand(
+                run=folder / "next", artifact=folder / "small" / "x3", out=folder / out, recipe=recipe, **settings
+            )
+        )
+    )
+
+
+def test_a_whole_refresh_has_the_size_of_the_artifact_and_the_model_of_the_run(folder: Path) -> None:
+    lines = refresh(folder, "whole")
+    old, new = (read_manifest(path) for path in (folder / "small" / "x3", folder / "whole"))
+    assert read_state(folder / "whole").scheme.compression() >= 3
+    assert new["run"]["configuration"] == old["run"]["configuration"]
+    assert "metrics" not in new["run"]
+    assert lines[-1] == f"artifact: {folder / 'whole'}"
+    assert not run_verify(EvaluateCommand(path=folder / "whole", verify=True)).failures
+    with pytest.raises(ValueError, match="whole"):
+        refresh(folder, "whole")
+
+
+def test_a_delta_makes_of_the_artifact_what_the_run_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = refresh(folder, "delta", delta=True)
+    assert any("drift" in line for line in lines)
+    shutil.copytree(folder / "small" / "x3", folder / "served")
+    apply_delta(folder / "served", folder / "delta")
+    old, new = (read_state(path) for path in (folder / "small" / "x3", folder / "served"))
+    assert any(not rows.equal(old.rows[name]) for name, rows in new.rows.items())
+    for name, table in new.scheme.tables.items():
+        assert table.bits[: old.scheme.tables[name].num_blocks].equal(old.scheme.tables[name].bits)
+    weights = load_file(folder / "next" / "model.safetensors")
+    bias = next(key for key in new.dense if key.endswith("0._linear.bias") and key in weights)
+    assert new.dense[bias].equal(weights[bias])
+    assert not run_verify(EvaluateCommand(path=folder / "served", verify=True)).failures
+    with pytest.raises(ValueError, match="delta"):
+        apply_delta(folder / "served", folder / "delta")
+    # where the run that the artifact was made of is gone, all rows are compared: to the same end
+    head, base = RunFolder.open(folder / "next").read_head(), read_state(folder / "small" / "x3")
+    is_stream = "stream" in head
+    assert set(commands.previous_tables(head, base)) == (set(base.scheme.tables) if is_stream else set())
+    gone = head | {"configuration": head["configuration"] | {"from": str(folder / "gone")}}
+    other = dataclasses.replace(base, run=base.run | {"weights_sha256": "0" * 64})
+    assert not commands.previous_tables(gone, base) | commands.previous_tables(head, other)
+    monkeypatch.setattr(commands, "previous_tables", lambda *_: {})
+    refresh(folder, "again", delta=True)
+    assert files_of(folder / "again") == files_of(folder / "delta")

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -402,8 +403,9 @@ WRONG: list[tuple[Callable[[Batch], Batch], str]] = [
 ]
 
 
-@pytest.mark.parametrize("name", SPLITS)
-@pytest.mark.parametrize(("change", "message"), WRONG)
+@pytest.mark.parametrize(
+    ("name", "change", "message"), [(name, *wrong) for name, wrong in zip(cycle(SPLITS), WRONG, strict=False)]
+)
 def test_bad_batches_of_any_split_are_refused_before_training(
     gloo, tmp_path: Path, untrained: None, name: str, change: Callable[[Batch], Batch], message: str
 ) -> None:
@@ -475,22 +477,18 @@ def searched(recipe: Recipe, folder: Path) -> tuple[object, ...]:
     return metrics, outcome.history, outcome.scheme.parameters
 
 
-def test_ids_of_any_width_are_searched_and_evaluated_alike(gloo, tmp_path: Path) -> None:
-    expected = searched(tiny.make_recipe(), tmp_path / "int64")
-    assert searched(everywhere(tiny.make_recipe(), narrow(torch.uint16)), tmp_path / "uint16") == expected
-
-
-def test_labels_and_weights_of_other_precisions_are_taken(gloo, tmp_path: Path) -> None:
+def test_ids_labels_and_weights_of_other_widths_are_searched_and_evaluated_alike(gloo, tmp_path: Path) -> None:
     tables = [
         EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=8, feature_names=[name])
         for name, rows in tiny.ROWS.items()
     ]
     results = []
-    for of_data in (torch.float32, torch.bfloat16):
+    for of_data, of_ids in ((torch.float32, torch.int64), (torch.bfloat16, torch.uint16)):
 
-        def change(batch: Batch, of_data: torch.dtype = of_data) -> Batch:
-            own = (torch.arange(batch.sparse_features.values().numel()) % 4 / 4 + 0.5).to(of_data)
-            return changed(batch, weights=own, labels=batch.labels.to(of_data))
+        def change(batch: Batch, of_data: torch.dtype = of_data, of_ids: torch.dtype = of_ids) -> Batch:
+            ids = batch.sparse_features.values().to(of_ids)
+            own = (torch.arange(ids.numel()) % 4 / 4 + 0.5).to(of_data)
+            return changed(batch, values=ids, weights=own, labels=batch.labels.to(of_data))
 
         torch.manual_seed(0)
         recipe = everywhere(

@@ -326,7 +326,7 @@ def splits_and_bags(draw: st.DrawFn) -> tuple[list[batches.FeatureSplit], Bags]:
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(splits_and_bags(), st.booleans(), *[st.sampled_from([torch.int32, torch.int64])] * 2)
 def test_equals_python_lists(compiled: bool, case: Any, weighted: bool, dtype: torch.dtype, of_lengths: Any) -> None:
     splits, bags = case

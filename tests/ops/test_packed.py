@@ -298,7 +298,7 @@ def with_moves(codes: ColumnCodes, generator: torch.Generator, *, feedback: bool
 
 
 @needs_compiler
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     size=st.tuples(st.integers(1, 4), st.integers(1, 130), st.sampled_from([0, 1, 15, 16, 17, 200, 3_000])),
     moves=st.fixed_dictionaries({"feedback": st.booleans(), "gain": st.booleans()}),

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +18,6 @@ from torchrec.distributed.model_parallel import DistributedModelParallel, get_un
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from dnis_torchrec import export
-from dnis_torchrec.artifact.export import load_model
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.data.recipe import DataSplits, Recipe
@@ -392,8 +389,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch, level: Level, value: float) -> tup
     return pipeline, stream
 
 
-@pytest.mark.parametrize("level", list(Level))
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize(("level", "value"), [(Level.LOWER, float("inf")), (Level.UPPER, float("nan"))])
 @pytest.mark.usefixtures("gloo", "late")
 def test_a_gradient_that_is_not_finite_reaches_no_weight_and_stops_the_next_step(
     monkeypatch: pytest.MonkeyPatch, level: Level, value: float
@@ -605,18 +601,7 @@ def recipe(optimizer: str = "adam") -> Recipe:
     )
 
 
-def test_two_tasks_and_a_table_left_alone(tmp_path: Path, gloo: object) -> None:
-    both = {"model": models.two_outputs(), "loss": models.ClickAndRating(), "stop_on": "click_auc"}
-    own = replace(recipe(), **both, leave_alone=("shop",))
-    settings = SearchSettings(num_blocks=2, epochs=1, patience=1)
-    outcome = search(own, 1.6, tmp_path / "run", CPU, settings=settings)
-    assert outcome.scheme.compression() >= 1.6
-    assert set(outcome.scheme.tables["shop"].bits.flatten().tolist()) == {32}
-    path = export(outcome.model, outcome.scheme, tmp_path / "artifact")
-    served = load_model(models.two_outputs(), path)
-    found, wanted = (evaluate(TrainTask(m, own.task), own.data.test, own.task, CPU) for m in (served, outcome.model))
-    assert {"loss", "click_auc", "rating_mse"} <= found.keys()
-    assert found == pytest.approx(wanted, abs=1e-5)
+def test_a_table_to_be_left_alone_is_one_of_the_models() -> None:
     with pytest.raises(ValueError, match=r"table of Recipe\.leave_alone 'shopp': .* did you mean 'shop'"):
         replace(recipe(), leave_alone=("shopp",))
 

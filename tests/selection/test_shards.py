@@ -129,12 +129,8 @@ def test_a_batch_without_ids(gloo: dist.ProcessGroup, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "on_shards", "compiled"),
     [
-        *itertools.product(
-            [kind for kind in shard_cases.SHARDINGS if kind not in shard_cases.WHOLE_FEATURES],
-            [True, False],
-            [True, False],
-        ),
-        *((kind, True, True) for kind in shard_cases.WHOLE_FEATURES if kind in shard_cases.SHARDINGS),
+        *((kind, True, True) for kind in shard_cases.SHARDINGS),
+        *((kind, on_shards, False) for kind in ("table_wise", "mixed") for on_shards in (True, False)),
     ],
 )
 def test_a_batch_of_no_samples(gloo, kind: str, weighted: bool, compiled: bool, on_shards: bool) -> None:

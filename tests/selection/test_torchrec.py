@@ -90,8 +90,7 @@ def collection(*, weighted: bool = False) -> nn.ModuleDict:
     return nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=tables(), is_weighted=weighted)})
 
 
-@pytest.mark.parametrize("searched", [False, True])
-@pytest.mark.parametrize("longest", [1, 3])
+@pytest.mark.parametrize(("searched", "longest"), [(False, 1), (True, 3)])
 @every_kind
 def test_any_order_and_other_keys_give_what_the_unsharded_collection_does(
     gloo: dist.ProcessGroup, kind: str, longest: int, searched: bool
@@ -307,8 +306,7 @@ def assert_one_learnt(after: dict[str, torch.Tensor], before: dict[str, torch.Te
     assert not torch.equal(after[LEARNING], before[LEARNING])
 
 
-@pytest.mark.parametrize("longest", [1, 3])
-@pytest.mark.parametrize("searched", [False, True])
+@pytest.mark.parametrize(("searched", "longest"), [(False, 3), (True, 1), (True, 3)])
 @pytest.mark.parametrize(("kind", "kernel", "make_optimizer"), KERNELS)
 def test_a_frozen_table_keeps_its_bits_and_stays_frozen(
     gloo: dist.ProcessGroup, kind: str, kernel: str, make_optimizer: Callable, searched: bool, longest: int

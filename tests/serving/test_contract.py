@@ -36,6 +36,8 @@ UNPOOLED = ("packed sequences", "mixed_dimension sequences")
 ROWS, DIM = 20, 8
 TABLES = {"t1": ("f1", "f3"), "t/2": ("f2",), "t3": ("f1",)}
 """Two features that share a table, and a feature that reads two."""
+SHARED = {"t1": ("f1", "f3"), "t2": ("f2",)}
+"""Tables whose names may stand in a script, of which no feature reads two."""
 
 
 def scheme_of(pooling: str, *, is_weighted: bool, tables: dict[str, tuple[str, ...]]) -> MixedDimensionScheme:
@@ -374,17 +376,22 @@ MODELS: dict[str, Callable[[Any], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("form", POOLED)
-@pytest.mark.parametrize("kind", MODELS)
-def test_models_are_traced_and_scripted(kind: str, form: str) -> None:
-    """The model alone, its graph, and the script of either, from a file, too; the model predicts on."""
+def model_pair(kind: str, form: str, *, is_weighted: bool = False) -> tuple[nn.Module, nn.Module]:
+    """A model of TorchRec's over its own collection, and over a served one."""
     models = []
-    for collection in pair(form, pooling="sum", tables={"t1": ("f1", "f3"), "t2": ("f2",)}):
+    for collection in pair(form, pooling="sum", is_weighted=is_weighted, tables=SHARED):
         torch.manual_seed(1)
         models.append(MODELS[kind](collection).eval())
     stock, served = models
     dense = {n: v for n, v in stock.state_dict().items() if "embedding_bag_collection" not in n}
     served.load_state_dict(dense, strict=False)
+    return stock, served
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_models_are_traced_and_scripted(kind: str) -> None:
+    """The model alone, its graph, and the script of either, from a file, too; other forms: test_scripted.py."""
+    stock, served = model_pair(kind, "mean")
     inputs = [torch.rand(5, 6), batch(2)]
     graph = symbolic_trace(served)
     assert "embedding_bag_collection" in graph.code

@@ -63,7 +63,7 @@ def large(dim: int, *, is_weighted: bool = False, blocks: int = 9) -> tuple[Pack
     return PackedEmbeddingBagCollection(MixedDimensionScheme({"t": scheme}), {"t": stored}), dense
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(reference.cases(), st.integers(0, 2**31), st.booleans())
 def test_pools_what_the_rows_stand_for(case: reference.Case, seed: int, compiled: bool) -> None:
     case, stored = reference.packed_case(case, seed)

@@ -29,7 +29,6 @@ INPUTS = ("dense", "values", "lengths", "weights")
 KEYS = ["f2", "no", "f3", "f1"]
 SIZES = (5, 1, 3, 1024, 0)
 """Batch sizes; the first is the one that graphs are made of."""
-FORMS = ("packed", "mixed_dimension")
 READER = """
 import sys, torch
 sys.modules.update(dict.fromkeys(("torchrec", "fbgemm_gpu", "dnis_torchrec")))
@@ -117,21 +116,20 @@ def write(folder: Path, name: str, model: nn.Module) -> None:
     torch.jit.save(torch.jit.script(modules[way]().eval()), file)
 
 
-PACKED, NARROW = FORMS
+PACKED, NARROW = "packed", "mixed_dimension"
 MODELS = {
     f"{way} {kind} {form} {'weighted' if is_weighted else 'plain'}": (kind, form, is_weighted)
-    for way, kind, forms, is_weighted in (
-        ("script", "dlrm", FORMS, True),
-        ("script", "deepfm", FORMS, False),
-        ("trace", "dlrm", (PACKED,), True),  # every way has every model and every form, and not every pair
-        ("trace", "deepfm", (NARROW,), False),
-        ("predict", "dlrm", (NARROW,), True),
-        ("predict", "deepfm", (PACKED,), False),
-        ("export", "dlrm", (PACKED,), False),
-        ("export", "deepfm", (NARROW,), True),
+    for way, kind, form, is_weighted in (
+        ("script", "dlrm", NARROW, True),  # every way has every model and every form, and not every pair
+        ("script", "deepfm", PACKED, False),
+        ("trace", "dlrm", PACKED, True),
+        ("trace", "deepfm", NARROW, False),
+        ("predict", "dlrm", NARROW, True),
+        ("predict", "deepfm", PACKED, False),
+        ("export", "dlrm", PACKED, False),
+        ("export", "deepfm", NARROW, True),
     )
-    for form in forms
-} | {f"{way} sequences {form}": ("sequences", form, False) for way in ("script", "export") for form in UNPOOLED}
+} | {f"{way} sequences": ("sequences", form, False) for way, form in zip(("script", "export"), UNPOOLED, strict=True)}
 BATCHES = [*map(batch_of, SIZES), batch_of(5, first_id=ROWS), batch_of(5, first_id=-1)]
 BATCHES += [batch_of(5, extra=1), batch_of(5, extra=-9), batch_of(5, extra=2**20)]
 
@@ -145,7 +143,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[nn.Modu
             if kind == "sequences":
                 models[name], served = map(Sequences, pair(form, tables=SHARED, need_indices=False))
             else:
-                models[name], served, _ = model_pair(kind, form, SHARED, is_weighted=is_weighted)
+                models[name], served = model_pair(kind, form, is_weighted=is_weighted)
             write(folder, name, served.eval())
     torch.save((list(MODELS), BATCHES), folder / "batches")
     fbgemm = importlib.util.find_spec("fbgemm_gpu")

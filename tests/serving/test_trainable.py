@@ -65,7 +65,7 @@ def expected_with_unknown(case: Case, num_unknown: int) -> dict[str, Tensor]:
     return expected
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(cases())
 def test_equals_naive_oracle_and_stores_only_what_is_retained(case: Case) -> None:
     """By stock kernels, and where no gradient is wanted by the compiled pass, if there is a compiler."""

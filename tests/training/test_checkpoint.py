@@ -105,9 +105,8 @@ def folder(address: Address) -> checkpoint.CheckpointFolder:
     return checkpoint.CheckpointFolder(address)
 
 
-@pytest.mark.parametrize("name", list(models.MODELS))
+@pytest.mark.parametrize(("name", "sharding_type"), models.SHARDED_MODELS)
 @pytest.mark.parametrize("prepared", [False, True])
-@pytest.mark.parametrize("sharding_type", [None, *models.SHARDING_TYPES])
 def test_a_model_comes_back(name: str, prepared: bool, sharding_type: str | None, tmp_path: Path) -> None:
     """From a file, and from a snapshot, which further steps do not change."""
     saved, other = (build(name, prepared=prepared, sharding_type=sharding_type) for _ in range(2))
@@ -565,8 +564,9 @@ FORMS_OF_ZIPS: dict[str, Callable[[State], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize("form", [*FORMS, *FORMS_OF_ZIPS])
+@pytest.mark.parametrize(
+    ("kind", "form"), [*itertools.product(KINDS, FORMS), *(("zip", form) for form in FORMS_OF_ZIPS)]
+)
 def test_weights_are_read_as_they_were_saved(gloo, tmp_path: Path, kind: str, form: str) -> None:
     if form in FORMS_OF_ZIPS:
         path = save_zip(FORMS_OF_ZIPS[form](weights()), tmp_path / "w")

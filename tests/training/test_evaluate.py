@@ -361,7 +361,7 @@ def naive_lead(losses: Tensor, rival: Tensor) -> tuple[float, float]:
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), NUMBERS, NUMBERS), min_size=1, max_size=8))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_ahead_is_a_lead_of_more_than_one_standard_error(batches: list[tuple[int, float, float]]) -> None:
     losses = torch.tensor([(n, own) for n, own, _ in batches], dtype=torch.float64)
     rival = torch.tensor([(n, theirs) for n, _, theirs in batches], dtype=torch.float64)
