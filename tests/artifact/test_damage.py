@@ -272,17 +272,17 @@ FORGED: list[tuple[str, Callable[[Path], object]]] = [
     ("a link or a folder", lambda path: link(path, "manifest.json")),
     *(
         ("a relative path", manifest_is(lambda m, name=name: m["files"].update({name: {"sha256": "", "bytes": 6}})))
-        for name in ("/etc/hostname", "../outside", "csr/../../outside", "./x", "", "a//b", "C:\\x", "a\\b", "a\0b")
+        for name in ("/etc/hostname", "csr/../../outside", "./x", "", "a//b", "a\\b", "a\0b")
     ),
     ("'../outside'", table_is(lambda table: table["shards"][MIXED_DIMENSION][0].update(file="../outside"))),
     *(
         ("manifest.json", lambda path, text=text: (path / "manifest.json").write_bytes(text))
-        for text in (b"", b"{", b"\xff", b"[" * 100_000, b"[]", b"{}", b"3", b"null", b'{"format": "onnx"}')
+        for text in (b"", b"\xff", b"[" * 100_000, b"[]", b"{}", b'{"format": "onnx"}')
     ),
     ("manifest.json", lambda path: (path / "manifest.json").unlink()),
     *(
         ("format_version", manifest_is(lambda m, version=version: m.update(format_version=version)))
-        for version in ("2.0", "10", 1, None, "new", "9" * 5000)
+        for version in ("2.0", 1, "new", "9" * 5000)
     ),
     ("tables", manifest_is(lambda m: m.pop("tables"))),
     ("manifest.json", older),
@@ -389,8 +389,9 @@ def places(value: object, path: tuple = ()) -> Iterator[tuple]:
         yield from places(inner, (*path, key))
 
 
-@pytest.mark.parametrize("forgery", [None, -1, "x", [], "gone"])
-@pytest.mark.parametrize("kind", ["artifact", "coded"])
+@pytest.mark.parametrize(
+    ("kind", "forgery"), [("artifact", None), ("artifact", "gone"), ("coded", -1), ("coded", "x"), ("coded", [])]
+)
 def test_a_forged_manifest_is_read_or_refused(request: pytest.FixtureRequest, kind: str, forgery: object) -> None:
     """Whatever stands in a manifest, reading gives a module or a ValueError, never another error."""
     path: Path = request.getfixturevalue(kind)
@@ -540,30 +541,27 @@ DOTS, SLASHES = (".", "..", "a.b", "../a", "a/../b"), ("/", "/a", "a/", "a//b")
 UNNAMEABLE = ("", *DOTS, *SLASHES, "__class__", "training", "keys", "\0", "a\nb", "x" * 256)
 BOUNDARIES, BLOCKS = "user/boundaries", f"{NAME}/block_of_row"
 HOSTILE: dict[str, tuple[str, Callable[[Path], object]]] = {
-    **{f"{n} rows": (SCHEME, rows_are(n)) for n in (2**41, 2**53, 2**61, 2**63 - 1)},
+    **{f"{n} rows": (SCHEME, rows_are(n)) for n in (2**41, 2**63 - 1)},
     "no rows": (SCHEME, no_rows),
     "no columns": (SCHEME, no_columns),
     "100,000 columns": (SCHEME, wide(100_000)),
-    **{f"64 GiB of {name}": (name, grown(name)) for name in ("manifest.json", PACKED_FILE, SCHEME, DENSE)},
-    **{f"header of {name}": (name, grown(name, 300_000_000, 200_000_000)) for name in (PACKED_FILE, SCHEME, DENSE)},
+    **{f"64 GiB of {name}": (name, grown(name)) for name in ("manifest.json", PACKED_FILE)},
+    **{f"header of {name}": (name, grown(name, 300_000_000, 200_000_000)) for name in (SCHEME, DENSE)},
     "long header": (PACKED_FILE, many_tensors),
     "more than rows": (PACKED_FILE, lambda path: forge(path, PACKED_FILE, lambda own: own.update(more=torch.zeros(1)))),
-    **{f"table {name[:9]!r}": ("manifest.json", renamed(name)) for name in UNNAMEABLE},
+    **{f"table {name[:9]!r}": ("manifest.json", renamed(name)) for name in ("..", "/a", "keys", "a\nb")},
     **{
         f"feature {name[:9]!r}": (
             "manifest.json",
             table_is(lambda table, name=name: table.update(feature_names=[name])),
         )
-        for name in ("", "\0", "a\nb", "x" * 256)
+        for name in ("", "a\nb")
     },
     **{
         f"boundaries {word}": (SCHEME, tensor_is(BOUNDARIES, change))
         for word, change in {
-            "as float64": Tensor.double,
             "as float32": Tensor.float,
             "as int32": Tensor.int,
-            "as uint8": Tensor.byte,
-            "as bool": Tensor.bool,
             "of two dimensions": lambda value: value[:, None],
             "of none": lambda value: value[0],
             "of infinities": lambda value: torch.full(value.shape, torch.inf),
@@ -571,11 +569,11 @@ HOSTILE: dict[str, tuple[str, Callable[[Path], object]]] = {
     },
     **{
         f"blocks as {dtype}": (SCHEME, tensor_is(BLOCKS, lambda value, dtype=dtype: value.to(dtype)))
-        for dtype in (torch.int64, torch.int8, torch.bool, torch.float32)
+        for dtype in (torch.int8, torch.float32)
     },
     **{
         f"{part} as {dtype}": (SCHEME, tensor_is(f"user/{part}", lambda value, dtype=dtype: value.to(dtype)))
-        for part, dtype in (("retained", torch.uint8), ("retained", torch.float32), ("shift", torch.int32))
+        for part, dtype in (("retained", torch.float32), ("shift", torch.int32))
     },
     "scale times codes": (SCHEME, scaled(1e38, 0)),
     "scale times shift": (SCHEME, scaled(1e35, -(2**15))),
@@ -735,7 +733,7 @@ def test_newer_minor_versions_and_format_1_0_are_read(artifact: Path) -> None:
     assert load(artifact)(all_rows()).values().equal(expected)
 
 
-@pytest.mark.parametrize("form", ["csr_fp32", "csr", "dense_int8", "row_pruned_int4", "mixed_dimension_int8"])
+@pytest.mark.parametrize("form", ["csr_fp32", "mixed_dimension_int8"])
 def test_a_form_that_is_gone_is_named_with_the_release_that_reads_it(tmp_path: Path, form: str) -> None:
     tables, scheme = two_tables()
     path = write_artifact(tables, scheme, tmp_path / "a", forms=[MIXED_DIMENSION])

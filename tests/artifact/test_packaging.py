@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.export.graph_signature import InputKind
 from torch.utils.cpp_extension import CUDA_HOME
-from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 import dnis_torchrec as dnis
@@ -41,7 +40,7 @@ from examples.serving import load_package as minimal_loader
 from tests import tiny
 from tests.programs import run_python
 from tests.test_models_page import NUM_DENSE, SUPPORTED, make_batch
-from tests.tiny import RECIPES, write_tiny_artifact
+from tests.tiny import RECIPES, files_of, write_tiny_artifact
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "serving"
 SIGNATURE = Signature(feature_names=("user", "genre"), num_dense=4, is_weighted=False)
@@ -61,30 +60,32 @@ def inputs_of(batch_size: int, seed: int) -> Inputs:
 
 
 @needs_compiler
-@pytest.mark.parametrize("recipe", RECIPES, ids=["dlrm", "deepfm", "tables_alone"])
-def test_a_graph_predicts_what_the_model_predicts(recipe: str, tmp_path: Path) -> None:
-    for codes, form in ((True, "packed"), (False, "mixed_dimension")):  # the other form is made packed
-        artifact = write_tiny_artifact(tmp_path / form, recipe=recipe, forms=(form,), codes=codes)
-        model = load_model(RECIPES[recipe](None, seed=0).model, artifact, form="packed").eval()
-        linears = [name for name, module in model.named_modules() if type(module) is nn.Linear]
-        program = export_graph(model, SIGNATURE)
-        assert operator_libraries(program) == {"aten", "dnis_torchrec"}
-        # AOTInductor renames constants that no module holds, so that nobody could give them back
-        kinds = {spec.kind for spec in program.graph_signature.input_specs}
-        assert InputKind.CONSTANT_TENSOR not in kinds
-        for name in linears:  # which the model itself keeps
-            weight = model.get_submodule(name).weight
-            assert program.state_dict[f"model.{name}.weight"].shape == weight.T.shape
-        graph, flat = program.module(), FlatModel(model, SIGNATURE)
-        with torch.inference_mode():
-            for inputs in (inputs_of(37, 1), inputs_of(1, 2), inputs_of(2, 3), NOTHING):
-                torch.testing.assert_close(graph(*inputs), flat(*inputs))
-            dense, values, lengths = inputs_of(4, 0)
-            first, second = lengths[:1], lengths[1:]
-            for wrong in (torch.cat([first, second + 2**30]), torch.cat([first, -second]), lengths * 0):
-                for packaged in (graph, flat):  # nobody checks a request before: the error is theirs
-                    with pytest.raises((ValueError, RuntimeError), match=r"features? 'genre|features? 'user"):
-                        packaged(dense, values, wrong)
+@pytest.mark.parametrize(
+    ("recipe", "form"), [*((recipe, "packed") for recipe in RECIPES), ("tests.tiny:demo", "mixed_dimension")]
+)
+def test_a_graph_predicts_what_the_model_predicts(recipe: str, form: str, tmp_path: Path) -> None:
+    """The other form is made packed."""
+    artifact = write_tiny_artifact(tmp_path / form, recipe=recipe, forms=(form,), codes=form == "packed")
+    model = load_model(RECIPES[recipe](None, seed=0).model, artifact, form="packed").eval()
+    linears = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    program = export_graph(model, SIGNATURE)
+    assert operator_libraries(program) == {"aten", "dnis_torchrec"}
+    # AOTInductor renames constants that no module holds, so that nobody could give them back
+    kinds = {spec.kind for spec in program.graph_signature.input_specs}
+    assert InputKind.CONSTANT_TENSOR not in kinds
+    for name in linears:  # which the model itself keeps
+        weight = model.get_submodule(name).weight
+        assert program.state_dict[f"model.{name}.weight"].shape == weight.T.shape
+    graph, flat = program.module(), FlatModel(model, SIGNATURE)
+    with torch.inference_mode():
+        for inputs in (inputs_of(37, 1), inputs_of(1, 2), inputs_of(2, 3), NOTHING):
+            torch.testing.assert_close(graph(*inputs), flat(*inputs))
+        dense, values, lengths = inputs_of(4, 0)
+        first, second = lengths[:1], lengths[1:]
+        for wrong in (torch.cat([first, second + 2**30]), torch.cat([first, -second]), lengths * 0):
+            for packaged in (graph, flat):  # nobody checks a request before: the error is theirs
+                with pytest.raises((ValueError, RuntimeError), match=r"features? 'genre|features? 'user"):
+                    packaged(dense, values, wrong)
 
 
 @functools.cache
@@ -155,11 +156,11 @@ class Pads(nn.Module):
         return padded.flatten(1).sum(1)
 
 
-class AddsWeights(nn.Module):
-    """The least model that takes weighted bags."""
+class SumsDense(nn.Module):
+    """The least model."""
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        return dense_features.sum(dim=1) + sparse_features.weights().sum()
+        return dense_features.sum(dim=1)
 
 
 @needs_compiler
@@ -319,28 +320,12 @@ def test_damage_is_refused(copy: Path, number: int) -> None:
         load_package(copy)
 
 
-def test_only_an_old_package_is_replaced(package: Path, tmp_path: Path) -> None:
-    def write(path: Path, model: nn.Module, **options: Any) -> Path:
-        features = KeyedJaggedTensor(
-            keys=["f"], values=torch.tensor([1, 2, 0]), lengths=torch.tensor([2, 1]), weights=torch.ones(3)
-        )
-        batch = Batch(dense_features=torch.rand(2, 1), sparse_features=features, labels=torch.zeros(2))
-        return write_package(model, batch, path, **options)
-
-    out = write(tmp_path / "package", AddsWeights())
-    # the minimal loader gives empty bags their weights; in its own process, where no operator is yet
-    command = [sys.executable, "-W", "ignore", minimal_loader.__file__, str(out)]
-    done = subprocess.run(command, input="2 1 1 0  0.5 -1  0 0", capture_output=True, text=True, timeout=120)
-    assert done.stdout.split() == ["0.5", "-1"], done.stderr
-    before = (out / "package.json").read_bytes()
-    for path, model, options, error in (
-        (out, AddsWeights(), {}, ValueError),
-        (tmp_path, AddsWeights(), {"overwrite": True}, ValueError),
-    ):
-        with pytest.raises(error):
-            write(path, model, **options)
-        assert (out / "package.json").read_bytes() == before
-    assert [path.name for path in tmp_path.iterdir()] == ["package"]
+def test_only_an_old_package_is_replaced(copy: Path, tmp_path: Path) -> None:
+    before = files_of(tmp_path)
+    for path, overwrite in ((copy, False), (tmp_path, True)):
+        with pytest.raises(ValueError, match=path.name):
+            write_package(SumsDense(), tiny.make_batch(2, 0), path, overwrite=overwrite)
+    assert files_of(tmp_path) == before
 
 
 def test_packages_bring_their_operators_where_none_can_be_built(package: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ Judged in test_allocation_ranks.py.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -64,7 +65,10 @@ CASES = {
 }
 KINDS = ("table_wise", "row_wise", "column_wise", "data_parallel")
 PAIRS = [*(("several ids", kind) for kind in KINDS), ("mean", "column_wise"), ("weighted", "row_wise")]
-"""What is tried on two ranks: every sharding type, and other cases where bags are cut by rows and by columns."""
+"""Every sharding type, and other cases where bags are cut by rows and by columns."""
+COMPRESSED_AS = {"row_wise": ("row_wise",) * 3, "mixed": ("column_wise", "data_parallel", "table_wise")}
+"""Sharding type of each table."""
+REFRESHED_AS = ("row_wise", "column_wise")
 SIZE = 8
 
 
@@ -79,9 +83,10 @@ def sliced(whole: list[Batch], at: Rank) -> RankBatches:
 
 
 def sharded_case(case: Case, kind: str, at: Rank, *, prepared: bool = False) -> nn.Module:
-    """The case's model over the ranks, every table in one sharding type."""
+    """The case's model over the ranks."""
     model = make_model(case)
-    return spread(prepare_(model, make_blocks(case)) if prepared else model, dict.fromkeys(ROWS, kind), at)
+    kinds = dict(zip(ROWS, COMPRESSED_AS.get(kind, (kind,) * 3), strict=True))
+    return spread(prepare_(model, make_blocks(case)) if prepared else model, kinds, at)
 
 
 def parts_of(result: Curvature) -> Results:
@@ -166,21 +171,28 @@ def refreshed(model: nn.Module, own: Iterable[Batch]) -> Results:
     return {"rows": dict(result.rows), "tensors": result.scheme.to_tensors(), "changed": dict(result.num_changed)}
 
 
+def trained_today() -> nn.Module:
+    """The artifact's model, trained one day further."""
+    return refreshing.train_(copy.deepcopy(refreshing.base().model), refreshing.TODAY)
+
+
 def refresh_over(kind: str, at: Rank) -> Results:
     """Each rank encodes the rows that it holds."""
-    model = spread(refreshing.today(), dict.fromkeys(refreshing.ROWS, kind), at)
+    model = spread(trained_today(), dict.fromkeys(refreshing.ROWS, kind), at)
     return refreshed(model, sliced(refreshing.TODAY, at))
 
 
 EVERY = {kind: dict.fromkeys(NET_ROWS, kind) for kind in (*KINDS, "table_row_wise", "table_column_wise", "grid_shard")}
 EVERY["grid_shard"] |= {"item": "column_wise", "genre": "column_wise"}  # MEAN
 EVERY["mixed"] = {"user": "row_wise", "item": "column_wise", "genre": "data_parallel", "tag": "table_wise"}
-DRAWN = ("ties", "spread")
-SIZES = {"ratio": Size(compression=3), "bytes": Size(embedding_bytes=2000)}
+SIZES = {"ties": Size(compression=3), "spread": Size(embedding_bytes=2000)}
+"""Kind of weights -> what tables are pruned to."""
 SAMPLED = 9
 """Rows of a block in the sample: fewer than there are."""
 FILE_BYTES = 1600
 """Limit at which tables take several files."""
+FILES_AS = ("row_wise", "mixed", "grid_shard")
+"""Shardings that several files are written from."""
 
 
 def counts() -> FrequencyCounts:
@@ -210,19 +222,15 @@ def net(drawn: str) -> nn.Module:
     return model
 
 
-def pruned(make: partial[nn.Module]) -> Results:
-    """Every size, each from the same weights."""
-    results: Results = {}
-    for name, size in SIZES.items():
-        model = make()
-        scheme = prune(model, blocks(), counts(), size=size)
-        results[name] = {"tables": tables_of(model), "scheme": described(scheme)}
-    return results
+def pruned(model: nn.Module, drawn: str) -> Results:
+    """Tables, and the scheme that says what is left of them."""
+    scheme = prune(model, blocks(), counts(), size=SIZES[drawn])
+    return {"tables": tables_of(model), "scheme": described(scheme)}
 
 
 def prune_over(kind: str, at: Rank) -> Results:
     """Both kinds of weights."""
-    return {drawn: pruned(partial(sharded_net, drawn, kind, at)) for drawn in DRAWN}
+    return {drawn: pruned(sharded_net(drawn, kind, at), drawn) for drawn in SIZES}
 
 
 def sharded_net(drawn: str, kind: str, at: Rank) -> nn.Module:
@@ -241,17 +249,18 @@ def allocated(model: nn.Module, compression: float = 3) -> MixedDimensionScheme:
         return allocate(model, blocks(), counts(), of_columns, compression=compression, bits=bits).scheme
 
 
-def exported(model: nn.Module, folder: Path) -> None:
-    """Artifacts with one file a table, and with several."""
+def exported(model: nn.Module, folder: Path, *, has_files: bool = True) -> None:
+    """Artifacts with one file a table, and perhaps with several."""
     export(model, allocated(model), folder / "packed")
     with patch.object(export_module, "write_artifact", partial(write_artifact, max_file_bytes=FILE_BYTES)):
-        export(model, allocated(model, 1.1), folder / "files")
+        if has_files:
+            export(model, allocated(model, 1.1), folder / "files")
 
 
 def export_over(kind: str, at: Rank) -> Results:
     """Of all ranks together."""
     at.folder.joinpath(kind).mkdir(exist_ok=True)
-    exported(sharded_net("spread", kind, at), at.folder / kind)
+    exported(sharded_net("spread", kind, at), at.folder / kind, has_files=kind in FILES_AS)
     return {}
 
 
@@ -304,7 +313,7 @@ def narrow_over(kind: str, at: Rank) -> Results:
     return narrow_steps(kind, at.folder / f"{kind} {at.rank}", at)
 
 
-NARROW: dict[str, Scenario] = {kind: partial(narrow_over, kind) for kind in (*KINDS, "table_row_wise", "mixed")}
+NARROW: dict[str, Scenario] = {kind: partial(narrow_over, kind) for kind in ("mixed", "table_row_wise")}
 
 TURNED = {
     "dlrm": ("table_wise", "row_wise", "data_parallel", "column_wise", "grid_shard", "mixed"),
@@ -382,7 +391,7 @@ def refusals(at: Rank) -> Results:
         return sharded_net("ties", "row_wise", at)
 
     whole, small = model(), model()
-    scheme, of_small = allocated(whole), prune(small, blocks(), counts(), size=SIZES["ratio"])
+    scheme, of_small = allocated(whole), prune(small, blocks(), counts(), size=SIZES["ties"])
     export(small, of_small, at.folder / "stands")
     tries = {what: partial(measure, what) for what in ("batches", "labels", "predictions")}
     tries |= {
@@ -391,7 +400,7 @@ def refusals(at: Rank) -> Results:
         "export nan": lambda: export(fill(model(), torch.nan), scheme, target),
         "export outside": lambda: export(fill(small, 1.0), of_small, target),
         "export again": lambda: export(whole, scheme, at.folder / "stands"),
-        "prune infinity": lambda: prune(fill(model(), torch.inf), blocks(), counts(), size=SIZES["ratio"]),
+        "prune infinity": lambda: prune(fill(model(), torch.inf), blocks(), counts(), size=SIZES["ties"]),
         "prune to nothing": lambda: prune(whole, blocks(), counts(), size=Size(embedding_bytes=1)),
     }
     return {name: outcome_of(attempt) for name, attempt in tries.items()}

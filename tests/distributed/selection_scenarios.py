@@ -60,7 +60,6 @@ from tests.models import caches_of, counting_locks
 
 STEPS = 12
 ALPHA_LEARNING_RATE = 0.05
-COMMUNICATION = {"fp16": CommType.FP16, "bf16": CommType.BF16}
 
 
 def few_rows_table() -> EmbeddingBagConfig:
@@ -155,10 +154,9 @@ def steps_and_merge(
     return results
 
 
-def search_with_quantised_communication(communication: str, at: Rank) -> Results:
+def search_with_quantised_communication(at: Rank) -> Results:
     """The same with pooled embeddings and their gradients in half precision on the wire."""
-    precision = COMMUNICATION[communication]
-    config = QCommsConfig(forward_precision=precision, backward_precision=precision)
+    config = QCommsConfig(forward_precision=CommType.FP16, backward_precision=CommType.FP16)
     codecs = get_qcomm_codecs_registry(config, device=at.device)
     return search_sharded("mixed", at, CpuEmbeddingBagCollectionSharder(qcomm_codecs_registry=codecs))
 
@@ -222,9 +220,10 @@ def bad_plans(at: Rank) -> Results:
 
 def scenarios(kinds: Iterable[str]) -> dict[str, Scenario]:
     """All of them by name, in the order in which every rank runs them."""
-    results: dict[str, Scenario] = {kind: partial(search_sharded, kind) for kind in kinds}
-    results |= {name: partial(search_with_quantised_communication, name) for name in COMMUNICATION}
-    return results | {"weights": weights_after_sharding, "plans": bad_plans}
+    return {kind: partial(search_sharded, kind) for kind in kinds} | {"plans": bad_plans}
+
+
+OF_ONE_HOST: dict[str, Scenario] = {"fp16": search_with_quantised_communication, "weights": weights_after_sharding}
 
 
 SEQUENCE_RATE = 0.1
@@ -356,6 +355,9 @@ def managed_alone(model_of: str) -> Results:
     return steps_unsharded(managed_task(model_of).train(), managed_stream((0, 1)), MANAGED_STEPS, MANAGED_RATE)
 
 
+PLACES_AS = ("row_wise", "column_wise")
+
+
 def position_weights(kind: str, at: Rank) -> Results:
     """The weights of all places, and the losses, after a few steps of TorchRec's own module and of ours."""
     net, trained = models.Net, models.Trained
@@ -438,7 +440,7 @@ SEQUENCES: dict[str, Scenario] = {
 INPUTS: dict[str, dict[str, Scenario]] = {
     "sequences": SEQUENCES,
     "managed": {f"{model_of} {kind}": partial(managed_search, model_of, kind) for model_of, kind in MANAGED_AS},
-    "places": {kind: partial(position_weights, kind) for kind in SHARDED_AS},
+    "places": {kind: partial(position_weights, kind) for kind in PLACES_AS},
     "narrow": {kind: partial(narrow_steps, kind) for kind in NARROW_AS},
 }
 """Thing -> its scenarios."""

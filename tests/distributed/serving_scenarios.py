@@ -32,7 +32,6 @@ KEYS = ("f5", "f4", "f3", "f2", "f1")
 AROUND = 2**17
 """Bytes that Linux maps around those of a file that are read, at most."""
 KINDS = {
-    "table_wise": dict.fromkeys(READERS, "table_wise"),
     "row_wise": dict.fromkeys(READERS, "row_wise"),
     "column_wise": dict.fromkeys(READERS, "column_wise"),
     "mixed": dict(zip(READERS, ("table_wise", "row_wise", "column_wise") * 2, strict=True)),

@@ -10,19 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.artifact import test_refresh as refreshing
+from tests.artifact.test_refresh import TODAY
 from tests.distributed import allocation_scenarios as of
 from tests.distributed import serving_scenarios as serving
 from tests.distributed.harness import RankResults, Results, joined, running_ranks
 from tests.distributed.model import assert_near, assert_outcome, assert_same, assert_same_scheme, whole
 from tests.tiny import files_of
 
-CURVATURE_ON_FOUR = ("several ids row_wise", "mean column_wise")
-PRUNED_ON_FOUR = ("grid_shard", "mixed")
 OF_FOUR = {
-    "curvature": {name: of.CURVATURE[name] for name in CURVATURE_ON_FOUR},
-    "prune": {kind: of.PRUNED[kind] for kind in PRUNED_ON_FOUR},
-    "export": {kind: of.EXPORTED[kind] for kind in PRUNED_ON_FOUR},
+    "export": {"grid_shard": of.EXPORTED["grid_shard"]},
     "refresh": {"row_wise": partial(of.refresh_over, "row_wise")},
 }
 
@@ -31,8 +27,8 @@ OF_FOUR = {
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankResults]:
     """All things on two ranks."""
     things = {"curvature": of.CURVATURE | {"grows": of.curvature_grows}, "axes": of.AXES}
-    things |= {"compress": {kind: partial(of.compress_over, kind) for kind in of.KINDS}}
-    things |= {"refresh": {kind: partial(of.refresh_over, kind) for kind in of.KINDS}}
+    things |= {"compress": {kind: partial(of.compress_over, kind) for kind in of.COMPRESSED_AS}}
+    things |= {"refresh": {kind: partial(of.refresh_over, kind) for kind in of.REFRESHED_AS}}
     things |= {"narrow": of.NARROW, "prune": of.PRUNED, "export": of.EXPORTED, "refusals": {"all": of.refusals}}
     things |= {"serve": serving.SERVED | serving.UNKNOWN | serving.DAMAGE}
     with running_ranks(2, joined(**things), tmp_path_factory.mktemp("two")) as running:
@@ -50,12 +46,10 @@ def ranks_of(size: int, request: pytest.FixtureRequest) -> RankResults:
     return request.getfixturevalue({2: "two", 4: "four"}[size])
 
 
-@pytest.mark.parametrize(
-    ("size", "scenario"), [*((2, name) for name in of.CURVATURE), *((4, name) for name in CURVATURE_ON_FOUR)]
-)
-def test_ranks_measure_the_curvature_of_one_process(request, size: int, scenario: str) -> None:
+@pytest.mark.parametrize("scenario", of.CURVATURE)
+def test_ranks_measure_the_curvature_of_one_process(two: RankResults, scenario: str) -> None:
     """Up to how float32 lookups and gradients round; the ranks among themselves exactly."""
-    results = ranks_of(size, request).part("curvature")[scenario]
+    results = two.part("curvature")[scenario]
     name = next((name for name in of.CASES if scenario.startswith(name)), "several ids")
     expected = of.curvature_alone(name, 1 if scenario == "enough" else 2)
     for own in results:
@@ -79,7 +73,7 @@ def compressed() -> Results:
     return of.compress_alone()
 
 
-@pytest.mark.parametrize("kind", of.KINDS)
+@pytest.mark.parametrize("kind", of.COMPRESSED_AS)
 def test_ranks_compress_as_one_process(two: RankResults, compressed: Results, kind: str) -> None:
     for own in two.part("compress")[kind]:
         assert_same(own["counts"], compressed["counts"])
@@ -94,14 +88,13 @@ def test_what_ranks_are_held_to_has_learnt(compressed: Results) -> None:
     assert len([name for name in fitted if name.endswith("scale") and not fitted[name].equal(learnt[name])]) > 1
 
 
-@pytest.mark.parametrize("drawn", of.DRAWN)
-@pytest.mark.parametrize(("size", "kind"), [*((2, kind) for kind in of.EVERY), *((4, kind) for kind in PRUNED_ON_FOUR)])
-def test_ranks_prune_as_one_process_bit_for_bit(request, size: int, kind: str, drawn: str) -> None:
-    results = [own[drawn] for own in ranks_of(size, request).part("prune")[kind]]
-    for name, expected in of.pruned(partial(of.net, drawn)).items():
-        assert_same(whole([own[name]["tables"] for own in results]), whole([expected["tables"]]))
-        for own in results:
-            assert_same_scheme(own[name]["scheme"], expected["scheme"])
+@pytest.mark.parametrize("drawn", of.SIZES)
+@pytest.mark.parametrize("kind", of.EVERY)
+def test_ranks_prune_as_one_process_bit_for_bit(two: RankResults, kind: str, drawn: str) -> None:
+    results, expected = [own[drawn] for own in two.part("prune")[kind]], of.pruned(of.net(drawn), drawn)
+    assert_same(whole([own["tables"] for own in results]), whole([expected["tables"]]))
+    for own in results:
+        assert_same_scheme(own["scheme"], expected["scheme"])
 
 
 @pytest.fixture(scope="module")
@@ -117,22 +110,22 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("size", "kind"), [*((2, kind) for kind in of.EVERY), *((4, kind) for kind in PRUNED_ON_FOUR)])
+@pytest.mark.parametrize(("size", "kind"), [*((2, kind) for kind in of.EVERY), (4, "grid_shard")])
 def test_ranks_write_the_bytes_of_one_process(request, artifacts: Path, kind: str, size: int) -> None:
     """Which also means that rounding errors, bits and codes are the same."""
     part = ranks_of(size, request).part("export")
     part[kind]  # shows the ranks' tracebacks
-    for name in ("packed", "files"):
+    for name in ("packed", "files")[: 1 + (kind in of.FILES_AS)]:
         assert files_of(part.folder / kind / name) == files_of(artifacts / name)
 
 
 @pytest.fixture(scope="module")
 def refreshed() -> Results:
     """A refresh of one process."""
-    return of.refreshed(refreshing.today(), refreshing.TODAY)
+    return of.refreshed(of.trained_today(), TODAY)
 
 
-@pytest.mark.parametrize(("size", "kind"), [*((2, kind) for kind in of.KINDS), (4, "row_wise")])
+@pytest.mark.parametrize(("size", "kind"), [*((2, kind) for kind in of.REFRESHED_AS), (4, "row_wise")])
 def test_ranks_refresh_as_one_process(request, refreshed: Results, size: int, kind: str) -> None:
     for own in ranks_of(size, request).part("refresh")[kind]:
         assert own["changed"] == refreshed["changed"]
@@ -154,13 +147,18 @@ def test_ranks_turn_tables_as_one_process(two: RankResults, scenario: str) -> No
         assert own["moved"] < 1e-5
 
 
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """The steps of one process; values and states come from a run whose tables are whole."""
+    return of.narrow_steps("data_parallel", tmp_path_factory.mktemp("narrow") / "artifact")
+
+
 @pytest.mark.parametrize("kind", of.NARROW)
-def test_narrow_tables_of_ranks_learn_as_those_of_one_process(two: RankResults, tmp_path: Path, kind: str) -> None:
-    """Values and states come from a run whose tables are whole."""
-    results, expected = two.part("narrow")[kind], of.narrow_steps("data_parallel", tmp_path / "artifact")
-    assert_near(whole([own["tables"] for own in results]), whole([expected["tables"]]))
+def test_narrow_tables_of_ranks_learn_as_those_of_one_process(two: RankResults, narrow: Results, kind: str) -> None:
+    results = two.part("narrow")[kind]
+    assert_near(whole([own["tables"] for own in results]), whole([narrow["tables"]]))
     for own in results:
-        assert_near(list(own["dense"].values()), list(expected["dense"].values()))
+        assert_near(list(own["dense"].values()), list(narrow["dense"].values()))
 
 
 REFUSALS = {

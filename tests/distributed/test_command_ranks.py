@@ -70,9 +70,7 @@ ROWS = {"user": 41, "genre": 13}
 RECIPE, UNFILLED, BROKEN, DAY, SPLIT = (
     f"{__name__}:{name}" for name in ("recipe", "unfilled", "broken", "day", "split")
 )
-EVEN = "tests.tiny:demo"
-"""A recipe whose batches ranks can halve."""
-FILES = {"w.safetensors": "row_wise", "w.pt": "column_wise", "w.dcp": "grid_shard"}
+FILES = {"w.pt": "row_wise", "w.dcp": "grid_shard"}
 """Files of weights, and how the tables that are read from them are sharded."""
 SIZES = (3.0, 6.0)
 
@@ -110,7 +108,7 @@ def broken(data: Path | None, *, seed: int, embedding_dim: int | None) -> Recipe
 
 def save_weights(folder: Path) -> dict[str, Path]:
     """A state_dict whose tables matter, as those of a trained model do, in files of every kind."""
-    generator, files = torch.Generator().manual_seed(5), {kind: folder / kind for kind in FILES}
+    generator, files = torch.Generator().manual_seed(5), {kind: folder / kind for kind in ("w.safetensors", *FILES)}
     state = recipe(None).model.state_dict()
     state = {name: torch.randn(value.shape, generator=generator) / 2 for name, value in state.items()}
     save_file(state, files["w.safetensors"])
@@ -155,32 +153,27 @@ def watched() -> Iterator[Results]:
         yield notes
 
 
-def compress_over(kind: str, file: Path, at: Rank, *, recipe: str = RECIPE) -> Results:
+def compress_over(kind: str, file: Path, at: Rank) -> Results:
     """The rows of a job with every table in one sharding type, and what this rank has read of tables and holds."""
 
     def in_kind(model: nn.Module, _: torch.device) -> nn.Module:
         return spread(model, dict.fromkeys(ROWS, kind), at)
 
     with patch.object(weight_files, "spread_tables", in_kind), watched() as notes:
-        content = run_compress(job(at.folder / f"{kind} {file.name}", source=file, recipe=recipe))
+        content = run_compress(job(at.folder / f"{kind} {file.name}", source=file, recipe=UNFILLED))
     return {"rows": [asdict(row) for row in content.rows]} | notes
 
 
 COMMANDS: dict[str, tuple[str, ...]] = {
     "train": ("train", RECIPE, "--out", "{run}/plain", "--epochs", "2"),
     "compress": ("compress", RECIPE, "--from", "{run}/plain", "--compression", "3,6", "--out", "{out}/sizes"),
-    "train evenly": ("train", EVEN, "--out", "{run}/even", "--epochs", "2"),
     "search": ("search", RECIPE, "--out", "{run}/searched", "--epochs", "1", "--compression", "3"),
     "evaluate": ("evaluate", "{run}/plain", "--recipe", RECIPE),
-    "evaluate size": ("evaluate", "{out}/sizes/x6", "--recipe", RECIPE),
     "export": ("export", "{run}/searched", "--out", "{out}/packed"),
-    "evaluate run": ("evaluate", "{run}/searched", "--recipe", RECIPE),
     "verify": ("evaluate", "{out}/packed", "--verify", "--recipe", RECIPE, "--json", "{out}/verified.json"),
     "verify damage": ("evaluate", "{out}/damaged", "--verify"),
 }
 """Name -> a command line."""
-OF_A_RUN = ("export", "evaluate run", "verify")
-"""What other numbers of processes do with the run of two ranks."""
 
 
 def damage(artifact: Path, to: Path) -> None:
@@ -246,8 +239,8 @@ SIZE = 10.0
 
 
 def search_recipe() -> Recipe:
-    """The tiny recipe, with a training batch at the end that several ranks cannot halve."""
-    tiny = make_recipe(optimizer="rowwise_adagrad")
+    """What can be turned, with a training batch at the end that several ranks cannot halve."""
+    tiny = turnable()
     odd = Repeatable([*tiny.data.train.batches, make_batch(1, 50)])
     return replace(tiny, data=replace(tiny.data, train=odd, test=Repeatable([make_batch(63, 300), make_batch(7, 301)])))
 
@@ -309,15 +302,13 @@ def whole_search(at: Rank) -> Results:
 
 
 def search_turned(at: Rank) -> Results:
-    """A search that turns its tables; the same, stopped by rank 1 in the midst of its ramp, and what cannot go on."""
-    outcome, folder, steps = searched(turnable(), at.folder / "turned"), at.folder / "stopped", itertools.count()
+    """A search that turns its tables, stopped by rank 1 in the midst of its ramp, and what cannot go on."""
+    folder, steps = at.folder / "stopped", itertools.count()
     events = SearchEvents(should_stop=lambda: at.rank == 1 and next(steps) > 22)
-    results = {"history": history_of(outcome), "held": held_by(outcome.model)}
-    results["stop"] = outcome_of(lambda: searched(turnable(), folder, events))
+    stop = outcome_of(lambda: searched(turnable(), folder, events))
     other = turnable()
     other.data.selection.batches[0].sparse_features.values()[0] += 1  # a sample of rank 0
-    results["other data"] = outcome_of(lambda: searched(other, folder, resume=True))
-    return results
+    return {"stop": stop, "other data": outcome_of(lambda: searched(other, folder, resume=True))}
 
 
 class OwnBatches(Repeatable):
@@ -373,7 +364,7 @@ def refuse_searches(at: Rank) -> Results:
 SEARCHES: dict[str, Scenario] = {"whole": whole_search, "turned": search_turned, "refused": refuse_searches}
 
 
-STREAM_STEPS = 20
+STREAM_STEPS = 12
 
 
 def stream_batches() -> Iterator[Batch]:
@@ -413,13 +404,6 @@ def train_stream_twice(rank: Rank) -> Results:
     return train_stream(DAY, "again", rank, resume=True)
 
 
-def compress_stream(rank: Rank) -> Results:
-    settings = CompressCommand(recipe=DAY, source=rank.folder / "day", out=rank.folder / "small", compression="3")
-    rows = run_compress(settings).rows
-    metrics = run_evaluate(EvaluateCommand(path=rank.folder / "small" / "x3", recipe=SPLIT))["metrics"]
-    return {"loss": rows[-1].metrics["loss"], "evaluated": metrics["loss"]}
-
-
 def end_streams_apart(rank: Rank) -> Results:
     """One rank's clock is ahead, another's stream is another, a third has a bad batch."""
     tables = make_collection().embedding_bag_configs()
@@ -441,7 +425,6 @@ STREAMS: dict[str, Scenario] = {
     "day": partial(train_stream, DAY, "day"),
     "split": partial(train_stream, SPLIT, "split"),
     "again": train_stream_twice,
-    "compress": compress_stream,
     "apart": end_streams_apart,
 }
 
@@ -470,7 +453,7 @@ def weights(gloo, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def two(weights: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankResults]:
     """All things on two ranks."""
     file = weights["w.safetensors"]
-    jobs = {name: partial(compress_over, kind, weights[name], recipe=UNFILLED) for name, kind in FILES.items()}
+    jobs = {name: partial(compress_over, kind, weights[name]) for name, kind in FILES.items()}
     things = {
         "commands": {"all": partial(commands_over, tuple(COMMANDS), None)},
         "jobs": jobs,
@@ -483,15 +466,11 @@ def two(weights: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 @pytest.fixture(scope="module")
-def four(two: RankResults, weights: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankResults]:
-    """A job, and the run of two ranks, on four."""
-    run = two.part("commands").folder
+def four(two: RankResults, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankResults]:
+    """The run of two ranks on four."""
     two.wait()
-    things = {
-        "jobs": {name: partial(compress_over, FILES[name], weights[name]) for name in ("w.safetensors",)},
-        "commands": {"all": partial(commands_over, OF_A_RUN, run)},
-    }
-    with running_ranks(4, joined(**things), tmp_path_factory.mktemp("four")) as running:
+    things = {"all": partial(commands_over, ("export",), two.part("commands").folder)}
+    with running_ranks(4, joined(commands=things), tmp_path_factory.mktemp("four")) as running:
         yield running
 
 
@@ -532,17 +511,17 @@ def assert_reads_and_holds_shards(results: list[Results]) -> None:
     assert values == {name: rows * EMBEDDING_DIM for name, rows in ROWS.items()}
 
 
-@pytest.mark.parametrize(("size", "file"), [*((2, name) for name in FILES), (4, "w.safetensors")])
-def test_compress_leaves_the_files_and_rows_of_one_process(request, alone, size: int, file: str) -> None:
-    part = request.getfixturevalue({2: "two", 4: "four"}[size]).part("jobs")
+@pytest.mark.parametrize("file", FILES)
+def test_compress_leaves_the_files_and_rows_of_one_process(two: RankResults, alone: Files, file: str) -> None:
+    part = two.part("jobs")
     for own in part[file]:
         assert_same_files(part.folder / f"{FILES[file]} {file}", own["rows"], alone)
     assert_reads_and_holds_shards(part[file])
 
 
-def metrics_of(path: Path, recipe: str = RECIPE) -> dict[str, float]:
+def metrics_of(path: Path) -> dict[str, float]:
     """What one process measures."""
-    return run_evaluate(EvaluateCommand(path=path, recipe=recipe))["metrics"]
+    return run_evaluate(EvaluateCommand(path=path, recipe=RECIPE))["metrics"]
 
 
 def test_commands_go_through_as_ranks_of_torchrun(two: RankResults, tmp_path: Path) -> None:
@@ -557,27 +536,16 @@ def test_commands_go_through_as_ranks_of_torchrun(two: RankResults, tmp_path: Pa
     rows = json.loads((folder / "sizes" / "results.json").read_text())["rows"]
     again = run_compress(job(tmp_path / "alone", source=folder / "plain"))
     assert_same_files(folder / "sizes", rows, (tmp_path / "alone", rows_of(again.rows)))
-    for name, path in (("evaluate", "plain"), ("evaluate size", "sizes/x6"), ("evaluate run", "searched")):
-        said = json.loads(first[name]["said"])["metrics"]
-        assert said == pytest.approx(metrics_of(folder / path), abs=1e-6)
+    said = json.loads(first["evaluate"]["said"])["metrics"]
+    assert said == pytest.approx(metrics_of(folder / "plain"), abs=1e-6)
     assert metrics_of(folder / "packed") == pytest.approx(metrics_of(folder / "searched"), abs=1e-6)
 
 
-def test_training_on_ranks_is_that_of_one_process(two: RankResults, tmp_path: Path) -> None:
+def test_an_artifact_is_verified_as_by_one_process(gloo, two: RankResults, tmp_path: Path) -> None:
     part = two.part("commands")
-    assert part["all"]
-    [row] = run_train(TrainCommand(recipe=EVEN, out=tmp_path / "alone", epochs=2)).rows
-    assert metrics_of(part.folder / "even", EVEN) == pytest.approx(row.metrics, abs=1e-3)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_an_artifact_is_written_to_the_same_bytes_and_verified_alike(
-    request, gloo, two: RankResults, size: int, tmp_path: Path
-) -> None:
-    part = request.getfixturevalue({2: "two", 4: "four"}[size]).part("commands")
-    results, run = part["all"], two.part("commands").folder
-    run_commands(tmp_path, run, OF_A_RUN)
-    assert files_of(part.folder / "packed") == files_of(tmp_path / "packed")
+    part["all"]
+    shutil.copytree(part.folder / "packed", tmp_path / "packed")
+    run_commands(tmp_path, part.folder, ("verify",))
     verdicts = [json.loads((folder / "verified.json").read_text()) for folder in (part.folder, tmp_path)]
     checks, expected = (
         {(finding["check"], finding["subject"]): finding["status"] for finding in verdict["findings"]}
@@ -586,10 +554,18 @@ def test_an_artifact_is_written_to_the_same_bytes_and_verified_alike(
     assert checks == expected
     assert {"checksums", "parity", "unknown ids", "metric"} == {check for check, _ in checks}
     assert verdicts[0]["ok"]
+
+
+@pytest.mark.parametrize("size", ["two", "four"])
+def test_an_artifact_is_written_to_the_same_bytes(request, gloo, two: RankResults, size: str, tmp_path: Path) -> None:
+    part = request.getfixturevalue(size).part("commands")
+    results = part["all"]
+    run_commands(tmp_path, two.part("commands").folder, ("export",))
+    assert files_of(part.folder / "packed") == files_of(tmp_path / "packed")
     read = [sum(rows * columns for _, _, (rows, columns) in own["export"]["read"]) for own in results]
     assert sum(read) == EMBEDDING_DIM * sum(ROWS.values())  # together ranks read each value of a table once
     assert max(read) < sum(read)
-    assert [own["export"]["whole"] for own in results] == [[]] * size
+    assert [own["export"]["whole"] for own in results] == len(results) * [[]]
 
 
 REFUSED = {
@@ -619,14 +595,9 @@ def searches(two: RankResults) -> Part:
 
 
 @pytest.fixture(scope="module")
-def searched_alone(gloo, tmp_path_factory: pytest.TempPathFactory) -> dict[str, SearchOutcome]:
-    """What this process finds."""
-    own = search_recipe()
-    own.data.train.batches.pop()  # several ranks do not train on it
-    return {
-        "whole": searched(own, tmp_path_factory.mktemp("whole")),
-        "turned": searched(turnable(), tmp_path_factory.mktemp("turned")),
-    }
+def searched_alone(gloo, tmp_path_factory: pytest.TempPathFactory) -> SearchOutcome:
+    """What this process finds without the batch that several ranks do not train on."""
+    return searched(turnable(), tmp_path_factory.mktemp("alone"))
 
 
 def assert_learnt_alike(history: list[Results], alone: SearchOutcome) -> None:
@@ -644,18 +615,17 @@ def test_both_ranks_find_the_same_and_what_one_process_does(searches: Part, sear
     for part in ("alpha", "counts"):
         assert_same(first[part], second[part])
     assert SIZE <= first["compression"] <= 1.4 * SIZE
-    assert_learnt_alike(first["history"], searched_alone["whole"])
-    assert first["compression"] == pytest.approx(searched_alone["whole"].scheme.compression(), rel=0.05)
+    assert_learnt_alike(first["history"], searched_alone)
+    assert first["compression"] == pytest.approx(searched_alone.scheme.compression(), rel=0.05)
     own = search_recipe()
     counts = count_training_data(own.data, own.loss, table_configs(own.model))
     assert first["num_samples"] == counts.num_samples == 641  # that of a batch which no rank trains on is counted too
     assert_same(first["counts"], dict(counts.counts))
 
 
-@pytest.mark.parametrize("scenario", ["whole", "turned"])
-def test_no_rank_holds_what_another_holds(searches: Part, scenario: str) -> None:
+def test_no_rank_holds_what_another_holds(searches: Part) -> None:
     """Adam's tables neither, though FBGEMM has no fused kernel for it on a CPU."""
-    held = [own["held"] for own in searches[scenario]]
+    held = [own["held"] for own in searches["whole"]]
     assert all(held)
     for table in table_configs(search_recipe().model):
         size = sum(size for own in held for name, size in own if name == table.name)
@@ -680,8 +650,7 @@ def test_what_ranks_wrote_has_the_same_metric_in_one_process(searches: Part, tmp
 
 def test_one_process_goes_on_with_a_search_of_two_ranks(searches: Part, searched_alone) -> None:
     """With Adam's states of spread tables that were turned, and an epoch of which two ranks have seen a part each."""
-    results, alone = searches["turned"], searched_alone["turned"]
-    assert_learnt_alike(results[0]["history"], alone)
+    results, alone = searches["turned"], searched_alone
     assert_outcome([own["stop"] for own in results], "SearchInterrupted", "epoch 2, lower step 24")
     assert_outcome([own["other data"] for own in results], "ValueError", "selection", 0)
     resumed = searched(turnable(), searches.folder / "stopped", resume=True)
@@ -726,8 +695,7 @@ def test_a_pass_leaves_what_that_of_one_process_leaves(
     streams[name]
     run_train(TrainCommand(recipe=recipe, out=tmp_path / "run", steps=STREAM_STEPS + (name == "day")))
     files, alone = files_of(streams.folder / name), files_of(tmp_path / "run")
-    for file in ("counts",):
-        assert files[f"{file}.safetensors"] == alone[f"{file}.safetensors"]
+    assert files["counts.safetensors"] == alone["counts.safetensors"]
     recent, expected = (load_file(path / "recent.safetensors") for path in (streams.folder / name, tmp_path / "run"))
     assert recent["of/labels"].sort().values.equal(expected["of/labels"].sort().values)
     if name == "day":
@@ -746,13 +714,6 @@ def test_a_pass_that_was_stopped_goes_on_to_the_same_result(streams: Part) -> No
     for name in ("counts", "recent"):
         assert one[f"{name}.safetensors"] == other[f"{name}.safetensors"]
     assert metrics_in(streams.folder / "day") == metrics_in(streams.folder / "again")
-
-
-def test_ranks_compress_and_evaluate_what_a_stream_has_left(gloo, streams: Part) -> None:
-    first, second = streams["compress"]
-    assert first == second
-    alone = run_evaluate(EvaluateCommand(path=streams.folder / "small" / "x3", recipe=SPLIT))
-    assert first["evaluated"] == pytest.approx(alone["metrics"]["loss"], abs=1e-6)
 
 
 def test_ranks_end_together(streams: Part) -> None:

@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dnis_torchrec.search.schedule import Level
+from dnis_torchrec.training.weights import distributed_checkpoint
 from tests.distributed import training_scenarios as of
 from tests.distributed.harness import Part, Rank, RankResults, Results, joined, running_ranks
 from tests.distributed.model import CPU, assert_outcome, assert_same, blocks, tables, whole
@@ -45,25 +47,22 @@ def of_one(alone: Rank) -> Results:
 @pytest.fixture(scope="module")
 def two(of_one: Results, alone: Rank, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankResults]:
     """All things on two ranks."""
-    things = {"checkpoints": of.checkpoints(alone.folder), "codes": of.CODES, "names": of.NAMES, "stops": of.STOPPED}
-    things |= {"data": of.DATA, "harness": {"raises": rank_one_raises, "sum": sum_of_ranks}}
+    things = {"checkpoints": of.checkpoints(alone.folder), "codes": of.CODES, "stops": of.STOPPED}
+    things |= {
+        "data": of.DATA,
+        "names": {"mixed": partial(of.there_and_back, "mixed")},
+        "harness": {"raises": rank_one_raises, "sum": sum_of_ranks},
+    }
     with running_ranks(2, joined(**things), tmp_path_factory.mktemp("two")) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankResults]:
-    """Some of them on four."""
-    things = {
-        "checkpoints": {kind: partial(of.goes_on, kind, kind, saved_at=steps) for kind, steps in of.FOUR.items()},
-        "names": {"mixed": of.NAMES["mixed"]},
-    }
+    """More ranks than some tables have shards."""
+    things = {"checkpoints": {"mixed to mixed": partial(of.goes_on, "mixed", "mixed")}}
     with running_ranks(4, joined(**things), tmp_path_factory.mktemp("four")) as running:
         yield running
-
-
-def ranks_of(size: int, request: pytest.FixtureRequest) -> RankResults:
-    return request.getfixturevalue({2: "two", 4: "four"}[size])
 
 
 def test_the_harness_reports_by_name_and_names_the_rank_that_raised(two: RankResults) -> None:
@@ -72,14 +71,16 @@ def test_the_harness_reports_by_name_and_names_the_rank_that_raised(two: RankRes
         two.part("harness")["raises"]
 
 
-SAME_RANKS = [(2, f"{kind} to {kind}", (of.SAVED_AT,)) for kind in of.SAME]
-SAME_RANKS += [(2, "adagrad column_wise to column_wise", (of.SAVED_AT,))]
-SAME_RANKS += [(4, kind, steps) for kind, steps in of.FOUR.items()]
+SAME_RANKS = [("two", f"{kind} to {kind}", steps) for kind, steps in of.SAME.items()]
+SAME_RANKS += [
+    ("two", "adagrad column_wise to column_wise", (of.SAVED_AT,)),
+    ("four", "mixed to mixed", (of.SAVED_AT,)),
+]
 
 
-@pytest.mark.parametrize(("size", "scenario", "steps"), SAME_RANKS)
-def test_the_same_ranks_go_on_bit_for_bit(request, size: int, scenario: str, steps: tuple[int, ...]) -> None:
-    for own in ranks_of(size, request).part("checkpoints")[scenario]:
+@pytest.mark.parametrize(("ranks", "scenario", "steps"), SAME_RANKS)
+def test_the_same_ranks_go_on_bit_for_bit(request, ranks: str, scenario: str, steps: tuple[int, ...]) -> None:
+    for own in request.getfixturevalue(ranks).part("checkpoints")[scenario]:
         for step in steps:
             expected, resumed = own[str(step)]["whole"], own[str(step)]["resumed"]
             assert own[str(step)]["steps"] == step
@@ -109,17 +110,15 @@ def test_another_sharding_goes_on_within_rounding(two: RankResults, scenario: st
     assert any(own["resumed"]["tables"].keys() != own["whole"]["tables"].keys() for own in results)
 
 
-@pytest.mark.parametrize("kind", ["row_wise", "mixed"])
-def test_one_rank_goes_on_with_the_run_of_two(two: RankResults, alone: Rank, kind: str) -> None:
-    results = [own[str(of.SAVED_AT)] for own in two.part("checkpoints")[f"{kind} to {kind}"]]
+def test_one_rank_goes_on_with_the_run_of_two(two: RankResults, alone: Rank) -> None:
+    results = [own[str(of.SAVED_AT)] for own in two.part("checkpoints")["mixed to mixed"]]
     run = of.Run("table_wise", alone)
     run.pipeline.restore(Path(results[0]["path"]), run.stream)
     assert_near([{"losses": run.steps(of.STEPS - of.SAVED_AT)} | run.state()], [own["whole"] for own in results])
 
 
-@pytest.mark.parametrize("then", of.ONE_TO_TWO)
-def test_two_ranks_go_on_with_the_run_of_one(two: RankResults, of_one: Results, then: str) -> None:
-    first, second = two.part("checkpoints")[f"one to {then}"]
+def test_two_ranks_go_on_with_the_run_of_one(two: RankResults, of_one: Results) -> None:
+    first, second = two.part("checkpoints")["one to mixed"]
     assert_near([first, second], [of_one])
     for kind in ("alpha", "dense"):
         assert_same(first[kind], second[kind])
@@ -151,7 +150,7 @@ def test_a_disk_that_is_full_on_one_rank(two: RankResults) -> None:
 def test_a_checkpoint_that_torch_saved_on_two_ranks_is_read_by_one(two: RankResults) -> None:
     part = two.part("checkpoints")
     for kind in of.SAVED_BY_TORCH:
-        before, stored = part[f"saved {kind}"][0], of.read_by_one(part.folder / f"saved {kind}")
+        before, stored = part[f"saved {kind}"][0], distributed_checkpoint(part.folder / f"saved {kind}")
         assert_same({name: tensor.whole() for name, tensor in stored.items()}, before)
 
 
@@ -160,7 +159,7 @@ def test_only_the_files_of_the_rows_asked_for_are_read(two: RankResults) -> None
     before, folder = part["saved row_wise"][0], part.folder / "saved row_wise without rank 1"
     shutil.copytree(part.folder / "saved row_wise", folder)
     (folder / "__1_0.distcp").unlink()  # the file of rank 1: rank 0 holds the first rows
-    stored = of.read_by_one(folder)
+    stored = distributed_checkpoint(folder)
     name = next(name for name in stored if "user.weight" in name)
     stored[name].copy_to_(first := torch.zeros(20, 8))
     assert first.equal(before[name][:20])
@@ -183,15 +182,14 @@ def codes_alone(alone: Rank) -> Results:
 def test_two_ranks_train_in_codes_as_one(codes: Part, codes_alone: Results, kind: str) -> None:
     parts, begin = codes[kind], whole([codes_alone["begin"]])
     assert_same(whole([own["begin"] for own in parts]), begin)  # in the same codes
-    for when in ("trained",):
-        first, second = (own[when] for own in parts)
-        assert_same(first["codes"], second["codes"])
-        torch.testing.assert_close(first["alpha"], codes_alone[when]["alpha"], atol=1e-5, rtol=0)
-        for key in ("tables", "latents"):
-            result, expected = whole([first[key], second[key]]), whole([codes_alone[when][key]])
-            torch.testing.assert_close(result, expected, atol=1e-5, rtol=0)
-            assert not result["user"].equal(begin["user"])
-    assert_same(parts[0]["trained"]["codes"], codes_alone["trained"]["codes"])
+    first, second, expected = (own["trained"] for own in (*parts, codes_alone))
+    assert_same(first["codes"], second["codes"])
+    assert_same(first["codes"], expected["codes"])
+    torch.testing.assert_close(first["alpha"], expected["alpha"], atol=1e-5, rtol=0)
+    for key in ("tables", "latents"):
+        result = whole([first[key], second[key]])
+        torch.testing.assert_close(result, whole([expected[key]]), atol=1e-5, rtol=0)
+        assert not result["user"].equal(begin["user"])
 
 
 def test_alpha_was_learnt_and_tables_are_in_their_codes(codes_alone: Results) -> None:
@@ -215,9 +213,8 @@ def test_the_first_rounding_is_that_of_whole_rows(codes: Part, kind: str) -> Non
     assert not any(own["has_feedback"] for own in parts)
 
 
-@pytest.mark.parametrize(("size", "kind"), [*((2, kind) for kind in of.NAMES), (4, "mixed")])
-def test_plain_and_prepared_models_read_each_others_checkpoints(request, size: int, kind: str) -> None:
-    for own in ranks_of(size, request).part("names")[kind]:
+def test_plain_and_prepared_models_read_each_others_checkpoints(two: RankResults) -> None:
+    for own in two.part("names")["mixed"]:
         assert own["prepared names"] == own["plain names"]
         assert "model.first.embedding_bags.user.weight" in own["plain names"]["state_dict"]
         prefixes = {name.rpartition(".")[0] for name in own["added"]}
@@ -231,12 +228,11 @@ def test_plain_and_prepared_models_read_each_others_checkpoints(request, size: i
         assert own["alpha is 1"]
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize(("level", "what"), of.STOPS)
+@pytest.mark.parametrize(("level", "what", "late"), of.STOPS)
 def test_all_ranks_stop_at_what_one_of_them_meets(two: RankResults, level, what: str, late: bool) -> None:
     """At the same step, late or not; no weight takes it."""
     results = two.part("stops")[f"{level.value} {what}{' late' * late}"]
-    is_of_all = what == "dense gradient" or (level, what) == of.STOPS[-1]  # all see the sum over ranks
+    is_of_all = what == "dense gradient" or (level, what) == (Level.UPPER, "gradient")  # all see the sum over ranks
     last = [own["outcomes"][-1] for own in results]
     assert_outcome(last, "NonFiniteError", f"{level.value} step ")
     assert [", rank 1: " in outcome for outcome in last] == [not is_of_all, False]
@@ -258,16 +254,6 @@ def test_metrics_are_those_of_all_samples(two: RankResults) -> None:
         assert first[name] == pytest.approx(expected, abs=1e-6)
 
 
-def test_ranks_serve_every_sample_once_in_equally_many_batches(two: RankResults) -> None:
-    results = two.part("data")["serve"]
-    for drop_last in ("True", "False"):
-        assert {len(epoch) for own in results for epoch in own[drop_last]} == {results[0][f"length {drop_last}"]}
-        for epoch in range(2):
-            samples = [label for own in results for batch in own[drop_last][epoch] for label in batch]
-            assert len(set(samples)) == len(samples)
-            assert of.NUM_SAMPLES - len(samples) == (of.NUM_SAMPLES % 8 if drop_last == "True" else 0)
-
-
 def test_a_search_of_a_stream_is_one_search_and_resumes_where_it_was(two: RankResults, tmp_path: Path) -> None:
     """Every rank reads its own share: none takes a slice of what is a share already."""
     first, second = two.part("data")["search"]
@@ -277,7 +263,7 @@ def test_a_search_of_a_stream_is_one_search_and_resumes_where_it_was(two: RankRe
     assert steps == train.num_samples // (16 * 2)
     for own in (first, second):
         assert own["resumed"] == own["whole"]
-        assert own["outcome"].startswith("SearchInterrupted: epoch 2, lower step 22")
+        assert own["outcome"].startswith("SearchInterrupted: epoch 2, lower step 8")
     assert train.num_samples > 2 * 16 * steps  # an epoch leaves some out, counting none
     assert {int(rows.sum()) for name, rows in first["counts"].items() if name != "tags"} == {train.num_samples}
     assert_same(first["counts"], second["counts"])

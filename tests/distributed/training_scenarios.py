@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +32,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dnis_torchrec.blocks.codes import ColumnCodes, decode_rows, encode_rows
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.data.batches import RankingBatch
-from dnis_torchrec.data.parquet import FileBatches, FileSamples, split_files
+from dnis_torchrec.data.parquet import FileSamples, split_files
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.scheme import MixedDimensionScheme
@@ -45,13 +44,12 @@ from dnis_torchrec.selection.on_shards import select_on_shards_
 from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, shard_model
 from dnis_torchrec.selection.swap import merge_, prepare_
 from dnis_torchrec.selection.wrapper import plain_state_dict, soft_selection_modules
-from dnis_torchrec.training.checkpoint import CheckpointFolder, CheckpointSaver, CheckpointWriteError, StoredTensor
+from dnis_torchrec.training.checkpoint import CheckpointFolder, CheckpointSaver, CheckpointWriteError
 from dnis_torchrec.training.evaluate import evaluate
 from dnis_torchrec.training.loop import SearchEvents, train_plainly
 from dnis_torchrec.training.rounded import HoldingOptimizer, RoundedTables
 from dnis_torchrec.training.settings import Saving
 from dnis_torchrec.training.shard import shard
-from dnis_torchrec.training.weights import distributed_checkpoint
 from tests.distributed.harness import Rank, Results, Scenario
 from tests.distributed.model import (
     CPU,
@@ -70,29 +68,20 @@ from tests.distributed.model import (
     task,
 )
 from tests.reference import latent_tables, scheme_of, with_feedback
-from tests.tiny import SCHEMA, draw, labels, make_recipe, read_late, tasks_make_recipe, two_sided, write_text
+from tests.tiny import SCHEMA, draw, make_recipe, read_late, tasks_make_recipe, two_sided, write_text
 from tests.training.test_evaluate import FirstDense, ranking_batches
 
 SAVED_AT, STEPS = 9, 12
 COLUMNS_DIE_AT = 5
-SAME = ("row_wise", "mixed", "grid_shard")
-"""Shardings that a run goes on with as it was."""
-FOUR = {"table_wise": (SAVED_AT,), "mixed": (1, 2, SAVED_AT)}
-"""Shardings that four ranks go on with as they were -> steps that they were saved at.
+SAME = {"mixed": (1, 2, SAVED_AT), "grid_shard": (SAVED_AT,)}
+"""Shardings that a run goes on with as it was -> steps that it was saved at.
 
 Around the first steps the buckets of DistributedDataParallel change.
 """
-OTHERWISE = (
-    ("table_wise", "row_wise"),
-    ("row_wise", "column_wise"),
-    ("column_wise", "data_parallel"),
-    ("mixed", "dense"),
-)
+OTHERWISE = (("row_wise", "column_wise"), ("column_wise", "data_parallel"), ("mixed", "dense"))
 """(sharding that wrote, sharding that goes on)."""
 SAVED_BY_TORCH = ("row_wise", "mixed")
 """Shardings that torch saves on two ranks."""
-ONE_TO_TWO = ("row_wise", "mixed")
-"""Shardings in which two ranks go on with what one process wrote."""
 
 
 def with_adagrad(net: nn.Module, kind: str, at: Rank) -> tuple[DistributedModelParallel, KeyedOptimizerWrapper]:
@@ -194,10 +183,10 @@ def goes_on_on_two(then: str, folder: Path, at: Rank) -> Results:
 
 def bad_checkpoints(at: Rank) -> Results:
     """Row-wise Adagrad from two column shards to one, and to SGD; a file of rank 1 that is missing."""
-    columns = run_and_save("column_wise", at, at.folder / "columns", adagrad=True)[1].path_of(SAVED_AT)
-    path = run_and_save("row_wise", at, at.folder / "damage")[1].path_of(SAVED_AT)
+    folders = (at.folder / name for name in ("column_wise_column_wise_True", "row_wise_column_wise_False"))
+    columns, path = (CheckpointFolder(folder).path_of(SAVED_AT) for folder in folders)  # that `goes_on` has left
     if at.rank == 0:
-        next(Path(path).glob("rank1.*")).unlink()
+        next(path.glob("rank1.*")).unlink()
     dist.barrier(at.process_group)
     tries = {
         "column shards": (Run("table_wise", at, adagrad=True), columns),
@@ -246,24 +235,21 @@ def saved_by_torch(kind: str, at: Rank) -> Results:
     return before
 
 
-def read_by_one(folder: Path) -> Mapping[str, StoredTensor]:
-    """What a process alone finds in a folder that `saved_by_torch` has left."""
-    return distributed_checkpoint(folder)
-
-
 def checkpoints(folder_of_one: Path) -> dict[str, Scenario]:
     """Of two ranks, and of the run of one process."""
-    results: dict[str, Scenario] = {f"{kind} to {kind}": partial(goes_on, kind, kind) for kind in SAME}
+    results: dict[str, Scenario] = {
+        f"{kind} to {kind}": partial(goes_on, kind, kind, saved_at=steps) for kind, steps in SAME.items()
+    }
     results |= {f"{kind} to {then}": partial(goes_on, kind, then) for kind, then in OTHERWISE}
     for kind, then in (("column_wise", "column_wise"), ("table_wise", "row_wise")):
         results[f"adagrad {kind} to {then}"] = partial(goes_on, kind, then, adagrad=True)
-    results |= {f"one to {then}": partial(goes_on_on_two, then, folder_of_one) for then in ONE_TO_TWO}
+    results["one to mixed"] = partial(goes_on_on_two, "mixed", folder_of_one)
     results |= {f"saved {kind}": partial(saved_by_torch, kind) for kind in SAVED_BY_TORCH}
     return results | {"bad": bad_checkpoints, "full disk": full_disk}
 
 
 ROUNDED_STEPS = 6
-ROUNDED_AS = ("row_wise", "column_wise", "mixed", "dense")
+ROUNDED_AS = ("mixed", "dense")
 
 
 class RoundedRun(Run):
@@ -383,15 +369,11 @@ def there_and_back(kind: str, at: Rank) -> Results:
     return results
 
 
-NAMES: dict[str, Scenario] = {kind: partial(there_and_back, kind) for kind in ("row_wise", "mixed", "column_wise")}
-
 STOPS = (
-    (Level.LOWER, "loss"),
-    (Level.LOWER, "gradient"),
-    (Level.LOWER, "dense gradient"),
-    (Level.UPPER, "loss"),
-    (Level.UPPER, "gradient"),
+    *((Level.LOWER, what, late) for what in ("loss", "gradient", "dense gradient") for late in (False, True)),
+    *((Level.UPPER, "loss", False), (Level.UPPER, "gradient", True)),
 )
+"""Level of a step, what is bad in it, and whether ranks read that a step late."""
 
 
 def poison_(model: nn.Module, what: str) -> None:
@@ -445,9 +427,7 @@ def plain_training_stops(at: Rank) -> Results:
 
 
 STOPPED: dict[str, Scenario] = {
-    f"{level.value} {what}{' late' * late}": partial(stops, level, what, late=late)
-    for level, what in STOPS
-    for late in (False, True)
+    f"{level.value} {what}{' late' * late}": partial(stops, level, what, late=late) for level, what, late in STOPS
 }
 STOPPED["plain"] = plain_training_stops
 
@@ -481,21 +461,9 @@ def metrics_of(ranks: tuple[int, ...]) -> Results:
     }
 
 
-NUM_SAMPLES, SIZE = 61, 2.0
+SIZE = 2.0
 STREAMED = SearchSettings(num_blocks=2, epochs=2, patience=1)
 """How `search_stream` searches."""
-
-
-def serve(at: Rank) -> Results:
-    """Two epochs of a stream, with ranks and world_size taken from the process group."""
-    path = at.folder / f"stream_{at.rank}.tsv"
-    write_text(path, draw(NUM_SAMPLES))
-    stream, results = FileSamples([path], SCHEMA), {}
-    for drop_last in (True, False):
-        batches = FileBatches(stream, batch_size=4, drop_last=drop_last, window_batches=2)
-        results[str(drop_last)] = [labels(list(batches)) for _ in range(2)]
-        results[f"length {drop_last}"] = len(batches)
-    return results
 
 
 def recipe_of(file: Path) -> Recipe:
@@ -508,7 +476,7 @@ def recipe_of(file: Path) -> Recipe:
     torch.manual_seed(0)
     return Recipe(
         model=DLRM(EmbeddingBagCollection(tables=configs), len(SCHEMA.dense), [8, 4], [8, 1]),
-        data=split_files(stream, batch_size=16, seed=0, fractions=(0.7, 0.1, 0.1, 0.1)),
+        data=split_files(stream, batch_size=16, seed=0, fractions=(0.4, 0.2, 0.2, 0.2)),
         loss=torch.nn.BCEWithLogitsLoss(),
         table_optimizer="rowwise_adagrad",
     )
@@ -516,7 +484,7 @@ def recipe_of(file: Path) -> Recipe:
 
 def write_clicks(path: Path) -> Path:
     """The stream that `search_stream` reads."""
-    return write_text(path, [replace(sample, y=sample.y % 2) for sample in draw(400)])
+    return write_text(path, [replace(sample, y=sample.y % 2) for sample in draw(240)])
 
 
 def searched(file: Path, folder: Path, events: SearchEvents | None = None, *, resume: bool = False) -> list[Results]:
@@ -533,11 +501,11 @@ def search_stream(at: Rank) -> Results:
     seen: list[FrequencyCounts] = []
     events = SearchEvents(on_start=lambda steps, counts, blocks: seen.append(counts))
     whole, stopped, steps = at.folder / "whole", at.folder / "stopped", itertools.count()
-    stop = SearchEvents(should_stop=lambda: next(steps) > 22)
+    stop = SearchEvents(should_stop=lambda: next(steps) > 5)
     results: Results = {"whole": searched(own, whole, events)}
     results["outcome"] = outcome_of(lambda: searched(own, stopped, stop))
     results["resumed"] = searched(own, stopped, resume=True)
     return results | {"counts": {name: rows[:] for name, rows in seen[0].counts.items()}}
 
 
-DATA: dict[str, Scenario] = {"metrics": metrics_of_rank, "serve": serve, "search": search_stream}
+DATA: dict[str, Scenario] = {"metrics": metrics_of_rank, "search": search_stream}
