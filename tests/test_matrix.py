@@ -13,13 +13,17 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
+from torchrec.inference.modules import quantize_inference_model
 from torchrec.models.dlrm import DLRM, DLRMTrain
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -27,6 +31,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import dnis_torchrec as dnis
 from dnis_torchrec.allocation.compress import measure_
+from dnis_torchrec.cli.commands import run_compress
+from dnis_torchrec.cli.settings import CompressCommand
 from dnis_torchrec.ops.packed import load_operator
 from tests.distributed.harness import Rank, Results, running_ranks
 
@@ -50,6 +56,13 @@ def make_model(seed: int = 0) -> nn.Module:
     names = ("user", "item")
     tables = [EmbeddingBagConfig(name=n, num_embeddings=ROWS, embedding_dim=DIM, feature_names=[n]) for n in names]
     return DLRM(EmbeddingBagCollection(tables=tables), 4, [32, DIM], [32, 1])
+
+
+def recipe(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> dnis.Recipe:
+    """For the command line."""
+    del data, embedding_dim
+    splits = dnis.DataSplits(train=TRAIN, validation=HELD_OUT, selection=HELD_OUT, test=HELD_OUT)
+    return dnis.Recipe(model=make_model(seed), data=splits, loss=BCE)
 
 
 def inputs() -> tuple[Tensor, KeyedJaggedTensor]:
@@ -145,6 +158,51 @@ def over_two_ranks(folder: Path, at: Rank) -> Results:
     return {"bytes": result.num_bytes}
 
 
+def from_weights(files: Files) -> None:
+    one_process()
+    state = make_model().state_dict()
+    writers: dict[str, Callable[[Path], Any]] = {
+        "weights.safetensors": lambda path: save_file(state, path),
+        "weights.pt": lambda path: torch.save(state, path),
+        "weights.dcp": lambda path: dcp.save(state, checkpoint_id=path),
+    }
+    predictions = []
+    for name, write in writers.items():
+        source, out = files.folder / name, files.folder / f"{name} out"
+        write(source)
+        command = {"source": source, "compression": str(COMPRESSION), "out": out}
+        run_compress(CompressCommand(recipe=f"{__name__}:recipe", **command))
+        (artifact,) = (path for path in out.iterdir() if (path / "manifest.json").is_file())
+        predictions.append(predict(dnis.load_model(make_model(1), artifact)))
+    assert predictions[0].equal(predictions[1])
+    assert predictions[0].equal(predictions[2])
+    artifact.rename(files.folder / "artifact")
+    torch.save(predictions[0], files.folder / "expected")
+    files.write_states(files.read())
+
+
+def frame_of_raw_rows() -> pd.DataFrame:
+    draw = np.random.default_rng(0)
+    frame = pd.DataFrame({name: draw.zipf(1.3, 600) % 90 * 7 + 3 for name in ("user", "item")})
+    frame["price"], frame["click"] = draw.gamma(2, 10, 600), (frame.user + frame.item) % 2
+    return frame
+
+
+def from_csv(files: Files) -> None:
+    """Raw rows, whose ids have rows by a vocabulary that the artifact holds."""
+    one_process()
+    path = files.folder / "log.csv"
+    frame_of_raw_rows().to_csv(path, index=False)
+    roles = {"label": "click", "ids": ["user", "item"], "dense": ["price"], "model": "dlrm"}
+    recipe = dnis.recipe_from_frame(path, **roles, seed=0)
+    result = dnis.compress(recipe.model, list(recipe.data.train), loss=recipe.task, compression=3)
+    encoder = recipe.data.encoder
+    dnis.export(recipe.model, result.scheme, files.folder / "artifact", encoder=encoder)
+    with torch.no_grad():
+        expected = recipe.model.eval()(*encoder(frame_of_raw_rows().head(8))).flatten()
+    torch.save(expected, files.folder / "expected")
+
+
 def from_two_ranks(files: Files) -> None:
     """No rank holds the model: a process that loads the artifact does."""
     one_process()
@@ -157,6 +215,7 @@ WAYS_IN: dict[str, Callable[[Files], None]] = {
     "plain model": from_plain_model,
     "DistributedModelParallel, one rank": from_one_rank,
     "two ranks": from_two_ranks,
+    "safetensors, state_dict, DCP": from_weights,
 }
 
 
@@ -195,27 +254,45 @@ def through_torchscript(files: Files) -> Tensor:
     return logits.detach().flatten()
 
 
+def through_raw_rows(files: Files) -> Tensor:
+    predictor = dnis.load_predictor(files.folder / "artifact")
+    columns = {name: list(part) for name, part in frame_of_raw_rows().head(8).items() if name != "click"}
+    assert predictor(frame_of_raw_rows().head(8)).equal(predictor(columns))
+    return predictor(columns)
+
+
+def through_torchrec_inference(files: Files) -> Tensor:
+    """TorchRec quantizes what it knows: no packed table."""
+    return predict(quantize_inference_model(files.read()))
+
+
 WAYS_OUT: dict[str, Callable[[Files], Tensor]] = {
     "artifact": through_artifact,
     "state_dict": through_state_dict,
     "DCP": through_dcp,
     "torch.export": through_torch_export,
     "TorchScript": through_torchscript,
+    "quantize_inference_model": through_torchrec_inference,
 }
 
 
 # ---- the matrix
 
 
-def run_out(predict_by: Callable[[Files], Tensor], files: Files) -> None:
-    torch.save(predict_by(files), files.folder / "predicted")
+def run_in(way: str, folder: Path) -> None:
+    {**WAYS_IN, "raw rows": from_csv}[way](Files(folder))
 
 
-def in_a_process(function: Callable[..., None], *arguments: Any) -> None:
-    process = get_context("forkserver").Process(target=function, args=arguments)
+def run_out(way: str, folder: Path) -> None:
+    predict_by = {**WAYS_OUT, "raw rows": through_raw_rows}[way]
+    torch.save(predict_by(Files(folder)), folder / f"of {way}")
+
+
+def in_a_process(function: Callable[[str, Path], None], way: str, folder: Path) -> None:
+    process = get_context("forkserver").Process(target=function, args=(way, folder))
     process.start()
     process.join(120)
-    assert process.exitcode == 0, f"exit code {process.exitcode}, see standard error"
+    assert process.exitcode == 0, f"{way}: exit code {process.exitcode}, see standard error"
 
 
 @pytest.fixture(scope="module", params=WAYS_IN)
@@ -225,12 +302,19 @@ def row(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         with running_ranks(2, {"export": partial(over_two_ranks, files.folder)}, files.folder) as ranks:
             first, second = ranks["export"]
         assert first == second
-    in_a_process(WAYS_IN[request.param], files)
+    in_a_process(run_in, request.param, files.folder)
     return files
 
 
 @pytest.mark.parametrize("way", WAYS_OUT)
 def test_predictions_are_the_same_in_a_fresh_process(row: Files, way: str) -> None:
-    in_a_process(run_out, WAYS_OUT[way], row)
+    in_a_process(run_out, way, row.folder)
     expected = torch.load(row.folder / "expected", weights_only=True)
-    torch.testing.assert_close(torch.load(row.folder / "predicted", weights_only=True), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(torch.load(row.folder / f"of {way}", weights_only=True), expected, rtol=0, atol=1e-6)
+
+
+def test_raw_rows_are_predicted_in_a_fresh_process(tmp_path: Path) -> None:
+    in_a_process(run_in, "raw rows", tmp_path)
+    in_a_process(run_out, "raw rows", tmp_path)
+    files = (torch.load(tmp_path / name, weights_only=True) for name in ("of raw rows", "expected"))
+    torch.testing.assert_close(*files, rtol=0, atol=1e-6)
