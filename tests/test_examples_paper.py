@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from dnis_torchrec import BilevelStream, BilevelTrainPipeline, LevelSchedule, Size, TrainTask, prepare_
-from examples.paper import hypergradient
 from examples.paper.__main__ import main
 from examples.paper.blocks import global_blocks
-from examples.paper.hypergradient import UnrolledHypergradient, difference_radius, unrolled_gradient
+from examples.paper.hypergradient import UnrolledHypergradient, unrolled_gradient
 from examples.paper.pruning import keep_largest_, num_values, prune_values_
 from examples.paper.search import PaperSettings, fine_tune_, search_as_published
 from examples.paper.sparse_rows import load_table, lookup, save_tables
@@ -100,54 +99,6 @@ def test_equals_finite_differences_of_the_true_objective(steps: list[float]) -> 
     assert (first_order - expected).abs().max() > 0.003 * steps[0]  # the second order is not a detail
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_float32_is_precise_enough_and_no_other_radius_is_much_better(monkeypatch, seed: int) -> None:
-    exact, rounded = SmallProblem(seed, torch.float64), SmallProblem(seed, torch.float32)
-    (truth,) = torch.autograd.grad(objective(exact.weights, exact.alpha, *exact.losses, [1.0] * 3), [exact.alpha])
-    own = difference_radius(torch.float32)
-    errors = {}
-    for factor in (1e-3, 1.0, 1e2):
-        monkeypatch.setattr(hypergradient, "difference_radius", lambda _, factor=factor: own * factor)
-        gradient = by_autograd(rounded.weights, rounded.alpha, *rounded.losses, [1.0] * 3)
-        errors[factor] = float((gradient - truth).norm() / truth.norm())
-    assert errors[1.0] < 1e-4
-    assert errors[1e-3] > 3 * errors[1.0]
-    assert errors[1e2] > 3 * errors[1.0]
-
-
-@given(
-    num_weights=st.integers(1, 6),
-    num_alphas=st.integers(1, 6),
-    seed=st.integers(0, 10_000),
-    step=st.floats(1e-3, 3),
-    scale=st.sampled_from([1e-6, 1.0, 1e4]),
-)
-def test_equals_the_closed_form_of_a_quadratic_problem(
-    num_weights: int, num_alphas: int, seed: int, step: float, scale: float
-) -> None:
-    """L_train = (w - A alpha)' H (w - A alpha) / 2 and L_validation = |w - t|^2 / 2 + c |alpha|^2 / 2."""
-    generator = torch.Generator().manual_seed(seed)
-    w, t = scale * torch.randn(2, num_weights, generator=generator, dtype=torch.float64)
-    alpha = scale * torch.randn(num_alphas, generator=generator, dtype=torch.float64)
-    a = torch.randn(num_weights, num_alphas, generator=generator, dtype=torch.float64)
-    root = torch.randn(num_weights, num_weights, generator=generator, dtype=torch.float64)
-    h, c = root @ root.T, 0.3
-    (gradient,) = unrolled_gradient(
-        [w],
-        [step],
-        train_weight_gradient=lambda: [h @ (w - a @ alpha)],
-        validation_gradients=lambda: ([c * alpha], [w - t]),
-        train_alpha_gradient=lambda: [-a.T @ h @ (w - a @ alpha)],
-    )
-    unrolled = w - step * h @ (w - a @ alpha)
-    expected = c * alpha + step * a.T @ h @ (unrolled - t)
-    size = float(expected.abs().max() + step * (a.abs().T @ h.abs() @ (unrolled - t).abs()).max())
-    # rounding of grad_alpha L_train, whose terms may cancel, magnified by |v| / (2 * radius)
-    terms = a.abs().T @ h.abs() @ (w.abs() + a.abs() @ alpha.abs())
-    rounding = step * float(terms.max() * (unrolled - t).norm()) * 1e-10
-    torch.testing.assert_close(gradient, expected, atol=1e-9 * size + rounding, rtol=0)
-
-
 def test_weights_are_restored_bit_for_bit_after_an_error_too() -> None:
     weights = [torch.tensor([1e8, 1e-8, -0.0]), torch.rand(50, 3)]  # adding and subtracting would not bring these back
     before = [w.clone() for w in weights]
@@ -185,37 +136,6 @@ class Noisy(nn.Module):
     def forward(self, sparse_features) -> Tensor:
         self.drawn.append(float(torch.rand(())))
         return self.over(self.collection(sparse_features).values()).squeeze(1)
-
-
-def test_weights_of_adam_are_unrolled_about_as_far_as_adam_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """xi over the root mean square of each weight's gradients, by Adam's definition, xi where all were 0; a part
-    of it for weights that learn at a lower rate than others."""
-    model = prepare_(models.TwoCollections(), models.blocks())
-    weights = dict(model.named_parameters())
-    adam = torch.optim.Adam([{"params": list(weights.values())[:2]}, {"params": list(weights.values())[2:]}])
-    for group, beta in zip(adam.param_groups, (0.9, 0.5), strict=True):
-        group["betas"], group["lr"] = (0.8, beta), 1e-3 if beta == 0.9 else 2.5e-4
-    generator = torch.Generator().manual_seed(0)
-    second_moments = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-    for _ in range(3):
-        for index, (name, weight) in enumerate(weights.items()):
-            beta, scale = (0.9 if index < 2 else 0.5), (0.0 if index == 1 else 0.1**index)
-            weight.grad = scale * torch.rand(weight.shape, generator=generator)
-            second_moments[name].mul_(beta).add_((1 - beta) * weight.grad.square())
-        adam.step()
-    expected = []
-    for index, mean in enumerate(second_moments.values()):
-        size = float((mean / (1 - (0.9 if index < 2 else 0.5) ** 3)).mean().sqrt())
-        xi = 0.25 if index < 2 else 0.25 / 4
-        expected.append(xi if index == 1 else xi / size)
-    taken: list[list[float]] = []
-    monkeypatch.setattr(hypergradient, "unrolled_gradient", lambda weights, steps, **_: taken.append(list(steps)))
-    alpha = models.alpha_of(model)
-    for optimizer in (adam, torch.optim.Adam(weights.values()), torch.optim.SGD(weights.values()), None):
-        UnrolledHypergradient(model, alpha, 0.25, optimizer)(lambda: torch.ones(()), lambda: torch.ones(()))
-    assert taken[0] == pytest.approx(expected, rel=1e-5)
-    assert max(taken[0]) > 1000 * min(taken[0])
-    assert taken[1:] == [[0.25] * len(weights)] * 3
 
 
 def noisy(step: float = 0.5) -> tuple[nn.Module, Callable[[], list[Tensor]], list[str]]:
