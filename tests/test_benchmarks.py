@@ -96,6 +96,12 @@ def test_a_table_on_disk_becomes_an_artifact_within_the_limit(tmp_path: Path) ->
     assert [each.name for each in tmp_path.iterdir()] == ["scale.json"]
 
 
+def test_ranks_measure_what_they_share(tmp_path: Path) -> None:
+    path = tmp_path / "scale.json"
+    compress_scale.main(["--ranks", "1", "--rows", "20000", "--dim", "4", "--json", str(path)])
+    assert [row["step"] for row in json.loads(path.read_text())["rows"]] == ["blocks", "sample of rows", "fits"]
+
+
 RECIPE = "tests.tiny:demo"
 
 
