@@ -1,6 +1,7 @@
 """Compress of one table on disk that is larger than the memory allowed: time and memory of every step.
 
     python -m benchmarks.compress_scale [--rows 100000000] [--dim 16] [--quick] [--folder DIR] --json FILE
+    python -m benchmarks.compress_scale --ranks 2 [--rows 100000000] [--dim 16] --json FILE
 
 A table of `--rows` times `--dim` float32 lies in a file, and is the weight of a model through a shared memory mapping.
 One process compresses the model to an artifact, by `dnis_torchrec`'s own functions, with defaults. The kernel allows it
@@ -10,6 +11,8 @@ when it needs room. Anonymous and file-backed resident memory (RssAnon, RssFile)
 
 Ids follow Zipf's law. Blocks are made from made-up counts, 8 bytes a row, as long training would leave them; beside
 that some batches are counted as `dnis_torchrec` counts them.
+
+With `--ranks`, the steps in which ranks share a table's rows run on each of so many processes, and no table is there.
 
 Rows: ``{"step", "seconds", "cpu_seconds", "anonymous_bytes", "file_bytes"}``, memory at its peak during the step;
 ``rates`` are what docs/scale.md reckons with, nanoseconds of one core.
@@ -27,18 +30,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from benchmarks.cpu_ranks import hidden_gpus
 from benchmarks.files import output_file
-from dnis_torchrec.allocation import compress
+from dnis_torchrec.allocation import axes, compress, energies
 from dnis_torchrec.allocation.axes import RotationGroup
 from dnis_torchrec.allocation.curvature import ENOUGH_SAMPLES
 from dnis_torchrec.artifact.manifest import read_manifest
@@ -46,7 +53,8 @@ from dnis_torchrec.artifact.write import write_artifact
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.checks import versions
 from dnis_torchrec.data.files import write_json
-from dnis_torchrec.data.over_ranks import count_over_ranks
+from dnis_torchrec.data.over_ranks import blocks_over_ranks, count_over_ranks
+from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.selection.shards import local_shards
 
 ROWS, QUICK_ROWS, DIM = 100_000_000, 1_000_000, 16
@@ -58,13 +66,13 @@ SECONDS_BETWEEN_SAMPLES = 0.01
 MULTIPLIER = 2_654_435_761
 """Scatters rows: those that are looked up often do not stand together. A prime, so that each is met once."""
 PARTS = {
-    "blocks": "blocks_from_counts",
-    "axes": "rotate_",
-    "curvature": "curvature_of_read_tables",
-    "energies": "rounding_energies",
-    "loss sample": "LossSample",
+    "blocks": (compress, "blocks_over_ranks"),
+    "axes": (axes, "rotate_"),
+    "curvature": (compress, "curvature_of_read_tables"),
+    "energies": (compress, "rounding_energies"),
+    "loss sample": (compress, "LossSample"),
 }
-"""Step -> what `measure_` calls for it."""
+"""Step -> what `measure_` calls for it, by module and name."""
 
 
 class OneTable(nn.Module):
@@ -193,8 +201,8 @@ def measure(folder: Path, num_rows: int, dim: int) -> dict[str, Any]:
             count_over_ranks((batch.sparse_features for batch in samples), model.tables.embedding_bag_configs())
         with watch.step("given counts"):
             counts = zipf_counts(num_rows)
-        for step, name in PARTS.items():
-            setattr(compress, name, watch.timed(step, getattr(compress, name)))
+        for step, (module, name) in PARTS.items():
+            setattr(module, name, watch.timed(step, getattr(module, name)))
         with watch.step("finite"):
             measured = compress.measure_(model, samples, loss=nn.MSELoss(), counts=counts)
         with watch.step("allocation"):
@@ -233,6 +241,35 @@ def rates(steps: list[dict[str, Any]], num_rows: int, dim: int, num_ids: int) ->
     }
 
 
+def measure_on_rank(rank: int, world_size: int, folder: str, num_rows: int, dim: int) -> None:
+    """Forms the blocks, draws the sample and fits its codes as one of some ranks; values are made up."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    config, counts = OneTable(num_rows, dim, device="meta").tables.embedding_bag_configs(), zipf_counts(num_rows)
+    counts, ranks = replace(counts, counts={"t": counts.counts["t"].int()}), Ranks.everyone()
+    with Watch() as watch:
+        with watch.step("blocks"):
+            blocks = blocks_over_ranks(counts, config, process_group=ranks.group)
+        with watch.step("sample of rows"):
+            sample = energies.sample_rows(counts.counts["t"], blocks.routings["t"], ranks=ranks)
+        values, num_blocks = falling(torch.empty(len(sample.rows), dim)), blocks.routings["t"].num_blocks
+        with watch.step("fits"):
+            energies.table_energies(values, sample, num_blocks, energies.BITS, ranks)
+    write_json(Path(folder) / f"{rank}.json", watch.rows)
+    dist.destroy_process_group()
+
+
+def run_on_ranks(folder: Path, world_size: int, num_rows: int, dim: int) -> dict[str, Any]:
+    """Measures ranks, and gives what the slowest of them takes for every step."""
+    arguments = world_size, str(folder), num_rows, dim
+    with hidden_gpus():
+        torch.multiprocessing.spawn(measure_on_rank, arguments, world_size)
+    of_ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
+    rows = [max(of_step, key=itemgetter("cpu_seconds")) for of_step in zip(*of_ranks, strict=True)]
+    return {"rows": rows, "table": [num_rows, dim], "ranks": world_size}
+
+
 def print_measured(folder: str, num_rows: str, dim: str) -> None:
     """Prints `measure` as JSON; `run` starts it as a process of its own."""
     print(json.dumps(measure(Path(folder), int(num_rows), int(dim))))
@@ -253,20 +290,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=ROWS)
     parser.add_argument("--dim", type=int, default=DIM)
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_ROWS:,} rows")
+    parser.add_argument("--ranks", type=int, help="measure what so many ranks share, and nothing else")
     parser.add_argument("--folder", type=Path, help="where the table lies meanwhile (default TMPDIR)")
     parser.add_argument("--json", type=output_file, dest="json_file")
     arguments = parser.parse_args(argv)
     num_rows = QUICK_ROWS if arguments.quick else arguments.rows
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        measured = run(Path(folder), num_rows, arguments.dim)
+        if arguments.ranks:
+            measured = run_on_ranks(Path(folder), arguments.ranks, num_rows, arguments.dim)
+        else:
+            measured = run(Path(folder), num_rows, arguments.dim)
     print("step | seconds | of one core | anonymous MB | file MB")
     for row in measured["rows"]:
         seconds, megabytes = (row["seconds"], row["cpu_seconds"]), (row["anonymous_bytes"], row["file_bytes"])
         figures = [*(f"{each:.1f}" for each in seconds), *(f"{each / 1e6:.0f}" for each in megabytes)]
         print(" | ".join([row["step"], *figures]))
-    print(f"{measured['table_bytes'] / 1e9:.2f} GB become {measured['served_bytes'] / 1e6:.0f} MB, ", end="")
-    print(f"peak of anonymous memory {measured['peak_anonymous_bytes'] / 2**30:.2f} GiB of {LIMIT / 2**30:.0f} allowed")
-    for name, value in measured["rates"].items():
+    if not arguments.ranks:
+        print(
+            f"{measured['table_bytes'] / 1e9:.2f} GB become {measured['served_bytes'] / 1e6:.0f} MB, peak of ", end=""
+        )
+        print(f"anonymous memory {measured['peak_anonymous_bytes'] / 2**30:.2f} GiB of {LIMIT / 2**30:.0f} allowed")
+    for name, value in measured.get("rates", {}).items():
         print(f"{name}: {value:.2f} ns")
     if arguments.json_file:
         write_json(arguments.json_file, measured | {"versions": versions()})

@@ -96,6 +96,12 @@ def test_a_table_on_disk_becomes_an_artifact_within_the_limit(tmp_path: Path) ->
     assert [each.name for each in tmp_path.iterdir()] == ["scale.json"]
 
 
+def test_ranks_measure_what_they_share(tmp_path: Path) -> None:
+    path = tmp_path / "scale.json"
+    compress_scale.main(["--ranks", "1", "--rows", "20000", "--dim", "4", "--json", str(path)])
+    assert [row["step"] for row in json.loads(path.read_text())["rows"]] == ["blocks", "sample of rows", "fits"]
+
+
 RECIPE = "tests.tiny:demo"
 
 
@@ -170,8 +176,8 @@ EXPECTED = {
 def test_a_step_finds_its_figures(step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a stand-in, in this process; what has to be a process of its own is tried below."""
     wrapped = compress_scale.compress  # the step wraps its functions, in a process of its own
-    for name in (*PARTS.values(), "count_over_ranks"):
-        monkeypatch.setattr(wrapped, name, getattr(wrapped, name))
+    for module, name in (*PARTS.values(), (wrapped, "count_over_ranks")):
+        monkeypatch.setattr(module, name, getattr(module, name))
     run_step(step, tmp_path, is_stand_in=True)
     assert names_in(tmp_path, step) >= EXPECTED[step]
     figures = [line for line in read_lines(tmp_path) if line.get("unit") in ("ms", "us", "s", "MB")]

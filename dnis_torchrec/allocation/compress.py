@@ -31,11 +31,11 @@ from dnis_torchrec.allocation.curvature import (
 from dnis_torchrec.allocation.energies import BITS, RoundingEnergies, rounding_energies
 from dnis_torchrec.allocation.gains import LossSample, output_bias
 from dnis_torchrec.blocks import NUM_BLOCKS
-from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
+from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.counts import FrequencyCounts, table_key
 from dnis_torchrec.checks import check, describe, tell
 from dnis_torchrec.data.batches import features_of, for_lookup
-from dnis_torchrec.data.over_ranks import count_over_ranks
+from dnis_torchrec.data.over_ranks import blocks_over_ranks, count_over_ranks
 from dnis_torchrec.data.recipe import check_left_alone
 from dnis_torchrec.data.task import Task
 from dnis_torchrec.ranks import Ranks
@@ -299,8 +299,8 @@ def measure_(
     worth; `turns` are those of an earlier day, taken where they still serve.
 
     Distributed: every rank of a sharded model calls it on its slices of the batches; see `rotate_`,
-    `curvature`, `rounding_energies`, `LossSample` and `count_over_ranks` for the collectives. What
-    is wrong on one rank is raised on all; all ranks get the same.
+    `curvature`, `rounding_energies`, `LossSample` and `dnis_torchrec.data.over_ranks` for the
+    collectives. What is wrong on one rank is raised on all; all ranks get the same.
     """
     again = "batches that can be iterated again and again"
     remedy = "give a list, a DataLoader, or an object whose __iter__ begins anew"
@@ -329,7 +329,8 @@ def measure_(
         if counts is None:
             read = (features(batch) for batch in batches)
             counts = count_over_ranks(read, tables, process_group=ranks.group)
-        blocks = blocks_from_counts(counts, tables, num_blocks=num_blocks, leave_alone=leave_alone)
+        more = {"num_blocks": num_blocks, "leave_alone": leave_alone}
+        blocks = blocks_over_ranks(counts, tables, process_group=ranks.group, **more)
         axes_change = AxesChange.of(model, counts, leave_alone)
         with axes_change.undo_on_failure():
             num_outputs = axes_change.turn_(batch, loss, turns).shape[1]

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
@@ -14,9 +16,9 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.codes import WIDTHS, ColumnCodes, check_finite, fit_codes, is_coded
-from dnis_torchrec.blocks.counts import ROWS_AT_A_TIME, FrequencyCounts
-from dnis_torchrec.blocks.routing import RowRouting
-from dnis_torchrec.checks import check, check_known
+from dnis_torchrec.blocks.counts import FrequencyCounts
+from dnis_torchrec.blocks.routing import ROWS_AT_A_TIME, RowRouting, merge_tallies, tally
+from dnis_torchrec.checks import check
 from dnis_torchrec.ops.packed import values_in_codes
 from dnis_torchrec.ranks import Ranks, progress_bar
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
@@ -53,35 +55,60 @@ class RowSample:
 
 
 def sample_rows(
-    counts: Tensor, routing: RowRouting, rows_per_block: int = ROWS_PER_BLOCK
+    counts: Tensor,
+    routing: RowRouting,
+    rows_per_block: int = ROWS_PER_BLOCK,
+    ranks: Ranks | None = None,
 ) -> RowSample:
-    """Draws rows of every block. Local and deterministic: equal counts and blocks give equal
-    samples."""
-    thresholds = _thresholds(counts, routing, rows_per_block)
-    most = int(routing.row_counts().clamp(max=rows_per_block + 1).sum())
+    """Draws rows of every block: ranks share the chunks of a large table. Deterministic: equal
+    counts and blocks give equal samples, on however many ranks."""
+    num_chunks = -(-len(counts) // ROWS_AT_A_TIME)
+    ranks = ranks if ranks is not None and num_chunks > 1 else Ranks()
+    begin, end = ranks.share(num_chunks)
+    chunks = partial(_rows_with_blocks, counts, routing, range(begin, end))
+    thresholds = _thresholds(chunks(), routing, rows_per_block, ranks)
     # made at once: small tensors kept between large ones that go would leave holes as large as all
     # chunks together
+    most = int(routing.row_counts().clamp(max=rows_per_block + 1).sum())
     rows, blocks = torch.empty(2, most, dtype=torch.int64)
     weights, count = torch.empty(most, dtype=torch.float64), 0
     crossings = torch.full((routing.num_blocks,), 0.5, dtype=torch.float64)
-    for chunk, of_rows, times in _rows_with_blocks(counts, routing):
-        frequency, of_each = times.double().clamp_(min=UNSEEN_WEIGHT), thresholds[of_rows]
-        probability = frequency / of_each.clamp(min=UNSEEN_WEIGHT)
-        probability.masked_fill_(frequency >= of_each, 0.0)
-        order = torch.sort(of_rows, stable=True).indices
-        sums = probability[order].cumsum(0)
-        sizes = torch.bincount(of_rows, minlength=routing.num_blocks)
-        ends = pad(sums, (1, 0))[sizes.cumsum(0)]
-        starts = pad(ends[:-1], (1, 0))
-        totals = torch.empty_like(sums)
-        totals[order] = sums - starts[of_rows[order]] + crossings[of_rows[order]]
-        drawn = (totals.floor() > (totals - probability).floor()) | (frequency >= of_each)
-        crossings += ends - starts
-        crossings -= crossings.floor()
+    if ranks.world_size > 1:  # those of the chunks ahead, added up one by one, as one rank does
+        sums = [_Chances(thresholds, *chunk[1:]).sums for chunk in chunks()]
+        of_ranks = ranks.concatenate(torch.cat([crossings[:0], *sums])).view(-1, len(crossings))
+        for of_chunk in of_ranks[:begin]:
+            crossings = (crossings + of_chunk).frac()
+    for chunk, of_rows, times in chunks():
+        chances = _Chances(thresholds, of_rows, times)
+        drawn = chances.draw(crossings)
+        crossings = (crossings + chances.sums).frac()
         here = slice(count, count := count + int(drawn.sum()))
         rows[here], blocks[here] = chunk[drawn], of_rows[drawn]
-        weights[here] = torch.maximum(frequency, of_each)[drawn]
-    return RowSample(rows[:count], blocks[:count], weights[:count])
+        weights[here] = chances.weights[drawn]
+    return RowSample(*(ranks.concatenate(part[:count]) for part in (rows, blocks, weights)))
+
+
+class _Chances:
+    """With which probability rows of a chunk are drawn, and its sums over each block."""
+
+    def __init__(self, thresholds: Tensor, of_rows: Tensor, times: Tensor) -> None:
+        frequency, of_each = times.double().clamp_(min=UNSEEN_WEIGHT), thresholds[of_rows]
+        self._blocks, self._is_certain = of_rows, frequency >= of_each
+        chance = frequency / of_each.clamp(min=UNSEEN_WEIGHT)
+        self._chance = chance.masked_fill_(self._is_certain, 0.0)
+        self.weights = torch.maximum(frequency, of_each)
+        # numpy sorts uint16 in a sixth of the time of int64
+        self._order = torch.from_numpy(of_rows.numpy().astype(np.uint16).argsort(kind="stable"))
+        self._running = self._chance[self._order].cumsum(0)
+        ends = torch.bincount(of_rows, minlength=len(thresholds)).cumsum(0)
+        self._cuts = pad(self._running, (1, 0))[pad(ends, (1, 0))]
+        self.sums = self._cuts.diff()
+
+    def draw(self, crossings: Tensor) -> Tensor:
+        """Which rows are drawn: those at which the sum over their block passes an integer."""
+        totals, blocks = torch.empty_like(self._running), self._blocks[self._order]
+        totals[self._order] = self._running - self._cuts[blocks] + crossings[blocks]
+        return (totals.floor() > (totals - self._chance).floor()) | self._is_certain
 
 
 def sampled_values(
@@ -102,9 +129,16 @@ def sampled_values(
     return ranks.sum_(values)
 
 
-def _thresholds(counts: Tensor, routing: RowRouting, rows_per_block: int) -> Tensor:
+_Chunks: TypeAlias = Iterator[tuple[Tensor, Tensor, Tensor]]
+"""Rows that have a block, some at a time; their blocks; how often they were looked up."""
+
+
+def _thresholds(chunks: _Chunks, routing: RowRouting, rows_per_block: int, ranks: Ranks) -> Tensor:
     """Per block the frequency from which on rows are certain: ``(S,)`` float64; 0 where all are."""
-    of_runs, frequency, sizes = _frequencies(counts, routing)
+    tallies = (tally(times * routing.num_blocks + of_rows) for _, of_rows, times in chunks)
+    keys, num_rows = merge_tallies(ranks.gather(merge_tallies(tallies)))
+    of_runs, sizes = keys % routing.num_blocks, num_rows.double()
+    frequency = (keys // routing.num_blocks).double().clamp_(min=UNSEEN_WEIGHT)
     thresholds = torch.full((routing.num_blocks,), torch.inf, dtype=torch.float64)
     for _ in range(_ROUNDS):
         certain, rest = torch.zeros(2, routing.num_blocks, dtype=torch.float64)
@@ -118,29 +152,14 @@ def _thresholds(counts: Tensor, routing: RowRouting, rows_per_block: int) -> Ten
     return torch.where(routing.row_counts() <= rows_per_block, 0.0, thresholds)
 
 
-def _frequencies(counts: Tensor, routing: RowRouting) -> tuple[Tensor, Tensor, Tensor]:
-    """The frequencies that occur in a block: (blocks, frequencies, how many rows have it as
-    float64), few of each."""
-    keys, sizes = torch.zeros(2, 0, dtype=torch.int64)
-    for _, of_rows, times in _rows_with_blocks(counts, routing):
-        places = times * routing.num_blocks + of_rows
-        more, sizes_of_more = places.unique(return_counts=True)
-        keys, runs = torch.cat([keys, more]).unique(return_inverse=True)
-        sizes = torch.zeros_like(keys).index_add_(0, runs, torch.cat([sizes, sizes_of_more]))
-    frequency = keys // routing.num_blocks
-    return keys % routing.num_blocks, frequency.double().clamp_(min=UNSEEN_WEIGHT), sizes.double()
-
-
-def _rows_with_blocks(
-    counts: Tensor, routing: RowRouting
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """(rows, their blocks, how often they were looked up) of rows that have a block, some at a
-    time."""
-    for first in range(0, routing.num_embeddings, ROWS_AT_A_TIME):
-        rows = torch.arange(first, min(first + ROWS_AT_A_TIME, routing.num_embeddings))
-        of_rows = routing.block_of(rows)
-        inside = of_rows < routing.num_blocks
-        yield rows[inside], of_rows[inside], counts[rows[inside]].long()
+def _rows_with_blocks(counts: Tensor, routing: RowRouting, chunks: range) -> _Chunks:
+    for chunk in chunks:
+        rows = torch.arange(chunk * ROWS_AT_A_TIME, min((chunk + 1) * ROWS_AT_A_TIME, len(counts)))
+        of_rows, times = routing.block_of(rows), counts[rows[0] : rows[-1] + 1].long()
+        is_inside = of_rows < routing.num_blocks
+        if not bool(is_inside.all()):
+            rows, of_rows, times = rows[is_inside], of_rows[is_inside], times[is_inside]
+        yield rows, of_rows, times
 
 
 @dataclass(frozen=True, eq=False)
@@ -372,10 +391,6 @@ def rounding_energies(
     check_all_merged(model)
     tables = blocked_tables(model, blocks)
     shapes = {table.name: table.shape for table in tables}
-    for name, (num_rows, _) in shapes.items():
-        check_known("table", name, counts.counts)
-        num_counts, requirement = counts.counts[name].numel(), f"counts of {num_rows} rows"
-        check(num_counts == num_rows, f"table {name!r}", requirement, num_counts)
     modules = collections(model)
     holders = [modules[fqn] for fqn in dict.fromkeys(table.collection for table in tables)]
     ranks, shards = ranks_of(*holders), shards_by_table(holders, shapes)
@@ -386,22 +401,24 @@ def rounding_energies(
         most = torch.stack([torch.zeros(()), *of_chunks]).amax().view(1)
         largest[name] = float(ranks.max_(most))
         routing = blocks.routings[name]
-        sample = sample_rows(counts.counts[name], routing)
+        sample = sample_rows(counts.counts[name], routing, ranks=ranks)
         values = sampled_values(sample, part, shapes[name][1], copies[name], ranks)
         check_finite(values, sample.blocks, f"table {name!r}")
-        energy[name] = table_energies(values, sample, routing.num_blocks, widths)
+        energy[name] = table_energies(values, sample, routing.num_blocks, widths, ranks)
     return RoundingEnergies(widths, energy, largest)
 
 
 def table_energies(
-    values: Tensor, sample: RowSample, num_blocks: int, bits: Sequence[int]
+    values: Tensor, sample: RowSample, num_blocks: int, bits: Sequence[int], ranks: Ranks
 ) -> TableEnergies:
-    """Measures the error that every width leaves on sampled rows of a table. Local and
-    deterministic."""
+    """Measures the error that every width leaves on sampled rows of a table; ranks take its blocks
+    in turn. Deterministic."""
     order = torch.sort(sample.blocks, stable=True).indices
     sizes = torch.bincount(sample.blocks, minlength=num_blocks).tolist()
-    parts = zip(values[order].split(sizes), sample.weights[order].split(sizes), strict=True)
-    fits = [fit_codes(of_block, weight, bits) for of_block, weight in parts]
+    parts = [*zip(values[order].split(sizes), sample.weights[order].split(sizes), strict=True)]
+    size = ranks.world_size
+    of_ranks = ranks.gather([fit_codes(*part, bits) for part in parts[ranks.rank :: size]])
+    fits = [of_ranks[block % size][block // size] for block in range(num_blocks)]
     return TableEnergies(
         energy=torch.stack([codes.error.T for codes in fits]),
         scale=torch.stack([codes.scale.T for codes in fits]),

@@ -45,12 +45,13 @@ from dnis_torchrec.allocation.energies import (
 from dnis_torchrec.allocation.gains import LossSample, output_bias
 from dnis_torchrec.artifact.delta import ServedState
 from dnis_torchrec.artifact.load import Rows
-from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
+from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.codes import FLOAT_BITS, ColumnCodes, fit_codes, is_coded, row_strides
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.checks import check
 from dnis_torchrec.data.batches import for_lookup
+from dnis_torchrec.data.over_ranks import blocks_over_ranks
 from dnis_torchrec.data.task import Task
 from dnis_torchrec.ops.packed import pack_values, values_in_codes
 from dnis_torchrec.ranks import Ranks
@@ -558,8 +559,10 @@ def drift(
         batch = checked_batch(next(iter(batches)), loss, "batch 0")
         change.turn_(batch, loss, _turns_of(model, _served(scheme, rows), counts), math.inf)
         of_model, result = _rows_of(model), {}
-        blocks = blocks_from_counts(counts, _tables_of(model), leave_alone=leave_alone)
-        more: Any = {"loss": loss, "warns": False, "couplings": False}
+        ranks = of_model[next(iter(of_model))].whole.ranks
+        more: Any = {"process_group": ranks.group, "leave_alone": leave_alone}
+        blocks = blocks_over_ranks(counts, _tables_of(model), **more)
+        more = {"loss": loss, "warns": False, "couplings": False}
         worth = curvature(model, batches, blocks, **more)
         of_old = curvature(model, batches, _blocks_of(scheme.tables, counts), **more)
         energies = rounding_energies(model, blocks, counts)
@@ -572,7 +575,7 @@ def drift(
                 batch, number = batch.to(device_of(model)), len(batch.labels)
                 value = mean_loss(outputs_of(model, batch, loss), batch, loss, "newest samples")
                 sums += torch.tensor([number * float(value), number])
-        total, num_samples = of_model[next(iter(of_model))].whole.ranks.sum_(sums).tolist()
+        total, num_samples = ranks.sum_(sums).tolist()
         mean = max(abs(total / num_samples), 1e-30)
         for name, table in fresh.tables.items():
             old, times = scheme.tables[name], counts.counts[name]

@@ -3,21 +3,28 @@ section 3.2)."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from dnis_torchrec.blocks import NUM_BLOCKS
 from dnis_torchrec.blocks.counts import FrequencyCounts, count_chunks
-from dnis_torchrec.blocks.routing import MAX_NUM_BLOCKS, RowRouting
+from dnis_torchrec.blocks.routing import MAX_NUM_BLOCKS, RowRouting, Tally, merge_tallies, tally
 from dnis_torchrec.checks import check, check_known
 
 LEAST_ROWS = 250
 """Rows of a block, at least. What a column of a block takes beside its codes, 5 bytes for scale,
 shift and width, is then at most a tenth of them: 250 codes of .2 bytes, at 20 times."""
+
+TableBlocks: TypeAlias = tuple[RowRouting, Tensor, Tensor]
+"""Routing of a table's rows, occurrences and seen rows of every block."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -104,6 +111,18 @@ def blocks_from_counts(
         >>> blocks.routings["t"].boundaries.tolist()
         [0, 2, 4]
     """
+    return form_blocks(blocks_of_table, counts, tables, num_blocks, least_rows, leave_alone)
+
+
+def form_blocks(
+    form: Callable[[Tensor, int, int], TableBlocks],
+    counts: FrequencyCounts,
+    tables: Sequence[EmbeddingBagConfig],
+    num_blocks: int = NUM_BLOCKS,
+    least_rows: int = LEAST_ROWS,
+    leave_alone: Collection[str] = (),
+) -> RowBlocks:
+    """`blocks_from_counts`, with another `blocks_of_table`."""
     check(1 <= num_blocks <= MAX_NUM_BLOCKS, "num_blocks", f"1..{MAX_NUM_BLOCKS}", num_blocks)
     for table in tables:
         check_known("table", table.name, counts.counts)
@@ -118,7 +137,7 @@ def blocks_from_counts(
     for table in tables:
         name, num_rows = table.name, table.num_embeddings
         size = 1 if name in leave_alone else num_blocks
-        parts = _blocks_of(counts.counts[name], size, least_rows)
+        parts = form(counts.counts[name], size, least_rows)
         routing, occurrences[name], seen_rows[name] = parts
         if name in leave_alone:  # never-seen rows stay where they are, so no map is needed
             routing = RowRouting(num_rows, 1, boundaries=torch.tensor([0, num_rows]))
@@ -133,58 +152,73 @@ def blocks_from_counts(
     )
 
 
-class _FrequencyOrder:
-    """Rows by falling frequency, ties in row order: as runs of rows of equal frequency, without
-    sorting any rows."""
+class FrequencyBlocks:
+    """The blocks of a table: its rows by falling frequency, ties in row order, cut where the tally
+    of their counts says. No row is sorted for it."""
 
-    def __init__(self, counts: Tensor) -> None:
-        values, sizes = torch.zeros(2, 0, dtype=torch.int64)
-        for chunk in count_chunks(counts):
-            more, sizes_of_more = torch.unique(chunk, return_counts=True)
-            values, run = torch.unique(torch.cat([values, more]), return_inverse=True)
-            both = torch.cat([sizes, sizes_of_more])
-            sizes = torch.zeros_like(values).index_add_(0, run, both)
-        self._frequencies = values
-        self.num_unseen = int(sizes[values == 0].sum())
-        ends = sizes.flip(0).cumsum(0)
-        self._next = torch.cat([torch.zeros(1, dtype=torch.int64), ends[:-1]])
-
-    def take_places(self, counts: Tensor) -> Tensor:
-        """The places of the next rows, which are asked for once, in their order; ``(n,)`` int64."""
-        runs = self._frequencies.numel() - 1 - torch.searchsorted(self._frequencies, counts)
-        sorted_runs, order = torch.sort(runs, stable=True)
-        nth_of_run = torch.arange(counts.numel()) - torch.searchsorted(sorted_runs, sorted_runs)
-        places = torch.empty_like(runs)
-        places[order] = self._next[sorted_runs] + nth_of_run
-        self._next += torch.bincount(runs, minlength=self._next.numel())
-        return places
-
-
-def _blocks_of(
-    counts: Tensor, most_blocks: int, least_rows: int
-) -> tuple[RowRouting, Tensor, Tensor]:
-    """Puts the rows of a table into blocks; also returns each block's occurrences and number of
-    seen rows."""
-    num_rows, order = counts.numel(), _FrequencyOrder(counts)
-    has_cold_block = most_blocks > 1 and least_rows <= order.num_unseen < num_rows
-    end = num_rows - order.num_unseen if has_cold_block else num_rows
-    size = min(most_blocks - has_cold_block, max(1, end // least_rows))
-    starts = torch.arange(size + has_cold_block) * end // size
-    num_blocks = len(starts)
-    block_of_row = torch.empty(num_rows, dtype=torch.uint8 if num_blocks < 256 else torch.uint16)
-    rows, occurrences, seen_rows = torch.zeros(3, num_blocks, dtype=torch.int64)
-    in_order, last, first = True, torch.zeros(2, 1, dtype=torch.int64), 0
-    for chunk in count_chunks(counts):
-        block = torch.searchsorted(starts, order.take_places(chunk), right=True) - 1
-        block_of_row[first : first + block.numel()] = block
-        first += block.numel()
-        rows += torch.bincount(block, minlength=num_blocks)
-        occurrences.index_add_(0, block, chunk)
-        seen_rows.index_add_(0, block, (chunk > 0).long())
+    def __init__(self, counts: Tensor, sums: Tally, most_blocks: int, least_rows: int) -> None:
+        self._frequencies, sizes = sums
+        num_rows, num_unseen = len(counts), int(sizes[self._frequencies == 0].sum())
+        has_cold_block = most_blocks > 1 and least_rows <= num_unseen < num_rows
+        end = num_rows - num_unseen if has_cold_block else num_rows
+        size = min(most_blocks - has_cold_block, max(1, end // least_rows))
+        self._starts = torch.arange(size + has_cold_block) * end // size
+        self._boundaries = pad(self._starts, (0, 1), value=num_rows)
+        parts = [part.aminmax() for part in counts.split(self._boundaries.diff().tolist())]
         # in a block rows that never occur come last, so that the end of the table can be cut off
-        order_keys = torch.cat([last, torch.stack([block, (chunk == 0).long()])], dim=1)
-        in_order, last = in_order and bool((order_keys.diff() >= 0).all()), order_keys[:, -1:]
-    if in_order:
-        boundaries = torch.cat([torch.zeros(1, dtype=torch.int64), rows.cumsum(0)])
-        return RowRouting(num_rows, num_blocks, boundaries=boundaries), occurrences, seen_rows
-    return RowRouting(num_rows, num_blocks, block_of_row=block_of_row), occurrences, seen_rows
+        self.are_in_order = not bool(counts[num_rows - num_unseen :].any()) and all(
+            low >= high for (low, _), (_, high) in pairwise(parts)
+        )
+        self._seen_rows = self._boundaries.clamp(max=num_rows - num_unseen).diff()
+        # runs of rows of one frequency: the place of the first, and the occurrences until there
+        totals = torch.stack([sizes, sizes * self._frequencies])
+        self._next, sums_until = totals.flip(1).cumsum(1).flip(1) - totals
+        runs = len(sizes) - torch.searchsorted(self._next.flip(0), self._boundaries, right=True)
+        places = self._boundaries - self._next[runs]
+        self._occurrences = (sums_until[runs] + places * self._frequencies[runs]).diff()
+        self._first_blocks = self._block_at(self._next)
+        is_cut = self._block_at(self._next + sizes - 1) > self._first_blocks
+        self._cut_runs = is_cut.nonzero().squeeze(1)
+        # fewer than 65,535: numpy sorts uint16 in a sixth of the time of int64
+        self._cut_numbers = (is_cut.cumsum(0) * is_cut).numpy().astype(np.uint16)
+
+    def _block_at(self, places: Tensor) -> Tensor:
+        return torch.searchsorted(self._starts, places, right=True) - 1
+
+    def map_rows(self, counts: Tensor, first: int, last: int, sums: Tally) -> Tensor:
+        """The blocks of rows ``first .. last - 1`` of a table, zeros for others; `sums` are those
+        of the rows before. To be called once."""
+        dtype = torch.uint8 if len(self._starts) < 256 else torch.uint16
+        block_of_row = torch.zeros(len(counts), dtype=dtype)
+        self._next.index_add_(0, torch.searchsorted(self._frequencies, sums[0]), sums[1])
+        for chunk in count_chunks(counts[first:last]):
+            runs = torch.searchsorted(self._frequencies, chunk)
+            blocks, numbers = self._first_blocks[runs], self._cut_numbers[runs.numpy()]
+            sizes = torch.from_numpy(np.bincount(numbers, minlength=len(self._cut_runs) + 1))
+            rows = torch.from_numpy(numbers.argsort(kind="stable"))[sizes[0] :]  # of cut runs
+            starts = self._next[self._cut_runs] - (sizes[1:].cumsum(0) - sizes[1:])
+            places = starts.repeat_interleave(sizes[1:]) + torch.arange(len(rows))
+            blocks[rows] = self._block_at(places)
+            self._next[self._cut_runs] += sizes[1:]
+            block_of_row[first : first + len(blocks)] = blocks
+            first += len(blocks)
+        return block_of_row
+
+    def result(self, block_of_row: Tensor | None) -> TableBlocks:
+        """The blocks, by boundaries where rows are in order."""
+        cuts = self._boundaries if block_of_row is None else None
+        num_rows, num_blocks = int(self._boundaries[-1]), len(self._starts)
+        routing = RowRouting(num_rows, num_blocks, boundaries=cuts, block_of_row=block_of_row)
+        return routing, self._occurrences, self._seen_rows
+
+
+def tally_counts(counts: Tensor) -> Tally:
+    """How many rows occur how often."""
+    return merge_tallies(map(tally, count_chunks(counts)))
+
+
+def blocks_of_table(counts: Tensor, most_blocks: int, least_rows: int) -> TableBlocks:
+    """Puts the rows of a table into blocks. Local."""
+    blocks = FrequencyBlocks(counts, tally_counts(counts), most_blocks, least_rows)
+    rows = counts, 0, len(counts), merge_tallies([])
+    return blocks.result(None if blocks.are_in_order else blocks.map_rows(*rows))

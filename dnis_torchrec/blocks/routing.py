@@ -4,10 +4,12 @@ block."""
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
@@ -19,6 +21,24 @@ MOST_ROWS = 1 << 40
 """Most rows of a table: times the bytes of a row, that still fits into an int64."""
 ROWS_AT_A_TIME = 1 << 20
 """Rows that are handled at a time, which bounds temporary memory."""
+Tally: TypeAlias = tuple[Tensor, Tensor]
+"""Numbers that occur, rising, and how often each does; int64."""
+
+
+def tally(numbers: Tensor) -> Tally:
+    """Counts equal numbers; numpy sorts them in a tenth of torch's time."""
+    values, sizes = np.unique(numbers.numpy(), return_counts=True)
+    return torch.from_numpy(values).long(), torch.from_numpy(sizes)
+
+
+def merge_tallies(tallies: Iterable[Tally]) -> Tally:
+    """Adds up tallies, one after the other."""
+    values, sizes = torch.zeros(2, 0, dtype=torch.int64)
+    for more, sizes_of_more in tallies:
+        values, index = torch.cat([values, more]).unique(return_inverse=True)
+        both = torch.cat([sizes, sizes_of_more])
+        sizes = torch.zeros_like(values).index_add_(0, index, both)
+    return values, sizes
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,20 +110,18 @@ class RowRouting:
         return self._row_counts if include_unassigned else self._row_counts[: self.num_blocks]
 
     @cached_property
-    def _block_sets(self) -> tuple[Tensor, Tensor]:
+    def _block_sets(self) -> Tally:
         """Which blocks occur within a group of rows, one bit a block: every set that occurs, and
         how many groups have it. Walks all rows, once."""
-        sets, sizes = torch.zeros(2, 0, dtype=torch.int64)
+        return merge_tallies(self._block_sets_of_chunks())
+
+    def _block_sets_of_chunks(self) -> Iterator[Tally]:
         for _, blocks in self.blocks_of_all():
             bits = pad(1 << blocks, (0, -len(blocks) % ROWS_PER_GROUP)).view(-1, ROWS_PER_GROUP)
             while bits.shape[1] > 1:
                 first, second = bits.chunk(2, dim=1)
                 bits = first | second
-            more, sizes_of_more = bits.flatten().unique(return_counts=True)
-            sets, index = torch.cat([sets, more]).unique(return_inverse=True)
-            both = torch.cat([sizes, sizes_of_more])
-            sizes = torch.zeros_like(sets).index_add_(0, index, both)
-        return sets, sizes
+            yield tally(bits.flatten())
 
     def num_groups(self, is_stored: Tensor) -> int:
         """Groups of eight rows that have one of some blocks, ``(S,)``; S is 62 at most."""

@@ -19,8 +19,10 @@ from torchrec.datasets.utils import Batch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dnis_torchrec.blocks import blocking
 from dnis_torchrec.blocks.counts import FrequencyCounts, check_counts, count_batches, longest_bags
 from dnis_torchrec.blocks.hashing import mix
+from dnis_torchrec.blocks.routing import ROWS_AT_A_TIME, merge_tallies
 from dnis_torchrec.checks import check
 from dnis_torchrec.data.batches import (
     CutBatches,
@@ -216,6 +218,32 @@ def count_over_ranks(
     )
     check_counts(counts)
     return counts
+
+
+def blocks_over_ranks(
+    counts: FrequencyCounts,
+    tables: Sequence[EmbeddingBagConfig],
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    **options: Any,
+) -> blocking.RowBlocks:
+    """`blocks_from_counts`, for which ranks share the rows of each large table: a gather of
+    tallies, and an all_reduce of a byte a row unless rows are in order. The same on each rank."""
+    ranks = Ranks(process_group)
+
+    def shared_blocks(counts: Tensor, most_blocks: int, least_rows: int) -> blocking.TableBlocks:
+        if ranks.world_size == 1 or len(counts) <= ROWS_AT_A_TIME:  # not worth a collective
+            return blocking.blocks_of_table(counts, most_blocks, least_rows)
+        first, last = ranks.share(len(counts))
+        sums, block_of_row = ranks.gather(blocking.tally_counts(counts[first:last])), None
+        blocks = blocking.FrequencyBlocks(counts, merge_tallies(sums), most_blocks, least_rows)
+        if not blocks.are_in_order:
+            until = merge_tallies(sums[: ranks.rank])
+            block_of_row = blocks.map_rows(counts, first, last, until)
+            ranks.sum_(block_of_row.view(torch.uint8))
+        return blocks.result(block_of_row)
+
+    return blocking.form_blocks(shared_blocks, counts, tables, **options)
 
 
 def count_training_data(

@@ -183,7 +183,7 @@ def test_several_sizes_share_what_was_measured_and_the_model_stays(monkeypatch: 
 
 
 def test_every_row_has_a_block_and_counts_may_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compressing, "blocks_from_counts", partial(compressing.blocks_from_counts, least_rows=1))
+    monkeypatch.setattr(compressing, "blocks_over_ranks", partial(compressing.blocks_over_ranks, least_rows=1))
     counted = measure_(trained(), BATCHES, loss=nn.MSELoss())
     given = measure_(trained(), BATCHES, loss=nn.MSELoss(), counts=counted.counts)
     for name, (rows, _) in ROWS.items():

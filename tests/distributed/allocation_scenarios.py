@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -14,7 +15,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torchrec.datasets.utils import Batch
-from torchrec.modules.embedding_configs import PoolingType
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import KeyedOptimizerWrapper
@@ -31,9 +32,12 @@ from dnis_torchrec.artifact.export import export
 from dnis_torchrec.artifact.narrow import narrow_for_training_
 from dnis_torchrec.artifact.refresh import delta_
 from dnis_torchrec.artifact.write import write_artifact
+from dnis_torchrec.blocks import blocking
+from dnis_torchrec.blocks import counts as counting
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.counts import FrequencyCounts
-from dnis_torchrec.data.over_ranks import LEARN, RankBatches
+from dnis_torchrec.data import over_ranks
+from dnis_torchrec.data.over_ranks import LEARN, RankBatches, blocks_over_ranks
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.prune import Size, prune
@@ -138,10 +142,67 @@ def held_out() -> list[Batch]:
     return own
 
 
+def in_small_chunks() -> AbstractContextManager:
+    """Tables of a few rows that ranks share as they share large ones."""
+    with ExitStack() as stack:
+        for module in (counting, energies, over_ranks):
+            stack.enter_context(patch.object(module, "ROWS_AT_A_TIME", 7))
+        return stack.pop_all()
+
+
+def large_tables() -> dict[str, torch.Tensor]:
+    """Counts with ties: in no order, of one chunk, in the order of blocks, and of more blocks than a byte numbers."""
+    generator = torch.Generator().manual_seed(17)
+    tables = {name: torch.randint(0, 6, (rows,), generator=generator) for name, rows in (("any", 150), ("few", 7))}
+    order = torch.randint(0, 9, (99,), generator=generator).sort(descending=True).values
+    return tables | {"order": order, "many": torch.randint(0, 500, (700,), generator=generator)}
+
+
+def shared(ranks: Ranks) -> Results:
+    """Blocks of tables, samples of their rows and the energies; how many rows and blocks this rank has gone through."""
+    of_rows, results, lengths, fits = large_tables(), {}, [], []
+
+    def note(chunk: torch.Tensor) -> torch.Tensor:
+        lengths.append(len(chunk))
+        return chunk
+
+    def noted_tally(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return tally(note(numbers))
+
+    def fit(*given: object) -> object:
+        fits.append(1)
+        return fit_codes(*given)
+
+    chunks, tally, fit_codes = blocking.count_chunks, energies.tally, energies.fit_codes
+    with (
+        in_small_chunks(),
+        patch.object(blocking, "count_chunks", lambda counts: map(note, chunks(counts))),
+        patch.multiple(energies, tally=noted_tally, fit_codes=fit),
+    ):
+        for name, counts in of_rows.items():
+            config = EmbeddingBagConfig(name=name, num_embeddings=len(counts), embedding_dim=2, feature_names=[name])
+            more = {"num_blocks": 300 if name == "many" else 5, "least_rows": 1, "process_group": ranks.group}
+            blocks = blocks_over_ranks(FrequencyCounts({name: counts}, {name: 1}, 9), [config], **more)
+            routing = blocks.routings[name]
+            sample = energies.sample_rows(counts, routing, 8, ranks)
+            values = torch.randn(len(sample.rows), 2, generator=torch.Generator().manual_seed(1))
+            of_table = energies.table_energies(values, sample, routing.num_blocks, (0, 2, 4), ranks)
+            tensors = {key: part.view(torch.uint8) for key, part in routing.to_tensors().items()}
+            tensors |= {key: getattr(blocks, key)[name] for key in ("occurrences", "seen_rows")}
+            results[name] = tensors | vars(sample) | vars(of_table)
+    return {"tables": results, "rows": sum(lengths), "blocks": len(fits)}
+
+
+def shared_over(at: Rank) -> Results:
+    """The same over ranks."""
+    return shared(Ranks(at.process_group))
+
+
 def compressed(model: nn.Module, own: Iterable[Batch], others: Iterable[Batch]) -> Results:
     """Two sizes of one measuring, and one with scales that learn, the counts of all rows among what comes back."""
-    measured = measure_(model, own, loss=LOSS, num_blocks=3)
-    learning = measure_(model, own, loss=LOSS, num_blocks=3, counts=measured.counts, held_out=others)
+    with in_small_chunks():
+        measured = measure_(model, own, loss=LOSS, num_blocks=3)
+        learning = measure_(model, own, loss=LOSS, num_blocks=3, counts=measured.counts, held_out=others)
     allocations = [measured.allocate(compression=1.5), measured.allocate(compression=2.5)]
     allocations.append(learning.allocate(compression=1.5))
     return {
@@ -244,7 +305,8 @@ def allocated(model: nn.Module, compression: float = 3) -> MixedDimensionScheme:
     shapes = {name: (blocks().routings[name].num_blocks, DIMS[name]) for name in NET_ROWS}
     worth = {name: torch.rand(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
     of_columns = Curvature(worth, worth, 100, 0.1)
-    with patch.object(energies, "sample_rows", lambda counts, routing: sample(counts, routing, SAMPLED)):
+    few = partial(sample, rows_per_block=SAMPLED)
+    with in_small_chunks(), patch.object(energies, "sample_rows", few):
         bits = (0, 2, 3, 4, 8, 32)
         return allocate(model, blocks(), counts(), of_columns, compression=compression, bits=bits).scheme
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dnis_torchrec.ranks import Ranks
 from tests.artifact.test_refresh import TODAY
 from tests.distributed import allocation_scenarios as of
 from tests.distributed import serving_scenarios as serving
@@ -20,6 +21,7 @@ from tests.tiny import files_of
 OF_FOUR = {
     "export": {"grid_shard": of.EXPORTED["grid_shard"]},
     "refresh": {"row_wise": partial(of.refresh_over, "row_wise")},
+    "compress": {"shared": of.shared_over},
 }
 
 
@@ -28,6 +30,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankResults]:
     """All things on two ranks."""
     things = {"curvature": of.CURVATURE | {"grows": of.curvature_grows}, "axes": of.AXES}
     things |= {"compress": {kind: partial(of.compress_over, kind) for kind in of.COMPRESSED_AS}}
+    things["compress"]["shared"] = of.shared_over
     things |= {"refresh": {kind: partial(of.refresh_over, kind) for kind in of.REFRESHED_AS}}
     things |= {"narrow": of.NARROW, "prune": of.PRUNED, "export": of.EXPORTED, "refusals": {"all": of.refusals}}
     things |= {"serve": serving.SERVED | serving.UNKNOWN | serving.DAMAGE}
@@ -81,6 +84,22 @@ def test_ranks_compress_as_one_process(two: RankResults, compressed: Results, ki
         assert own["losses"] == pytest.approx(compressed["losses"], rel=1e-6)
         for tensors, expected in zip(own["tensors"], compressed["tensors"], strict=True):
             assert_same(tensors, expected)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_share_the_rows_and_blocks_of_large_tables(request, size: int) -> None:
+    """Each its part of them, and all of a table of one chunk; what comes out is what one process finds."""
+    results, expected = ranks_of(size, request).part("compress")["shared"], of.shared(Ranks())
+    rows, few = (len(of.large_tables()[name]) for name in ("order", "few"))
+    # twice for blocks, once where they are in order, and once to find how often rows occur in them
+    assert expected["rows"] == 3 * sum(map(len, of.large_tables().values())) - rows
+    assert sum(own["rows"] for own in results) == expected["rows"] + (size - 1) * 3 * few
+    assert max(own["rows"] for own in results) <= 1.05 * expected["rows"] / size + 3 * few
+    assert sum(own["blocks"] for own in results) == expected["blocks"]
+    assert max(own["blocks"] for own in results) <= expected["blocks"] / size + 4
+    for own in results:
+        for name, tensors in expected["tables"].items():
+            assert_same(own["tables"][name], tensors)
 
 
 def test_what_ranks_are_held_to_has_learnt(compressed: Results) -> None:

@@ -42,8 +42,8 @@ def run(run: Run) -> None:
 
         return timed
 
-    for name, function in (*PARTS.items(), ("count", "count_over_ranks")):
-        setattr(compress, function, noted(name, getattr(compress, function)))
+    for name, (module, function) in (*PARTS.items(), ("count", (compress, "count_over_ranks"))):
+        setattr(module, function, noted(name, getattr(module, function)))
     compression = SMALL_COMPRESSION if run.is_stand_in else COMPRESSION
     with PeakMemory(device) as memory:
         measured = noted("measured, all parts", compress.measure_)(model, batches, loss=nn.BCEWithLogitsLoss())
