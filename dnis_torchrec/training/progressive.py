@@ -7,11 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._pytree import tree_leaves
 
 from dnis_torchrec.data.stream import Stream
 from dnis_torchrec.data.task import RANKING, Predictions, Task, check_prediction
 from dnis_torchrec.data.urls import Address
-from dnis_torchrec.ranks import rank_of, together
+from dnis_torchrec.ranks import Ranks, rank_of, together
 from dnis_torchrec.training.checkpoint import tensors_under
 from dnis_torchrec.training.evaluate import SampleMetrics, predict
 from dnis_torchrec.training.pipeline import LateValues
@@ -39,7 +40,9 @@ class Progressive:
     ) -> None:
         self.stream, self._task, self.device = stream, task, device
         kinds = (_DropoutNd, _NormBase)
-        self._differs = any(isinstance(module, kinds) for module in model.modules())
+        # None: it is not known, as no module tells of functional dropout; the first step shows it
+        has_kinds = any(isinstance(module, kinds) for module in model.modules())
+        self._differs: bool | None = has_kinds or None
         self._early: tuple[Tensor, Any] | None = None
         self._late = LateValues()
         self._window = deque[Tensor](maxlen=steps)
@@ -47,7 +50,8 @@ class Progressive:
 
     def predict(self, pipeline: Any) -> None:
         """Called before a step: predicts its batch where the step itself would do it otherwise."""
-        batch = self.stream.peek() if self._differs and self._early is None else None
+        may_differ = self._differs is not False and self._early is None
+        batch = self.stream.peek() if may_differ else None
         if batch is not None:
             with pipeline.detached() as model, torch.no_grad():
                 for _, _, loss, outputs in predict(model, [batch], self.device):
@@ -56,6 +60,14 @@ class Progressive:
     def note(self, output: tuple[Tensor, Any], *, is_lower: bool = True) -> None:
         """Called after a step with what its forward pass gave: loss of the data and outputs. Those
         of an upper step count: the lower one on the same batch comes when alpha has learnt it."""
+        if self._differs is None and self._early is not None:
+            tensors = [
+                [x for x in tree_leaves(v) if isinstance(x, Tensor)] for v in (self._early, output)
+            ]
+            pairs = zip(*tensors, strict=False)
+            is_same = all(a.shape == b.shape and torch.allclose(a, b, 1e-4) for a, b in pairs)
+            self._differs = not all(Ranks.everyone().gather(is_same))
+            self._early = self._early if self._differs else None
         self._early = self._early or output
         if not is_lower:
             return

@@ -55,6 +55,25 @@ def forgetful(data: Path | None, *, seed: int = 0, embedding_dim: int | None = N
     return dataclasses.replace(recipe, model=Forgetful(recipe.model), data=batches_of_day(0))
 
 
+class FunctionallyForgetful(nn.Module):
+    """The same, of which no module tells."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, dense_features: Tensor, sparse_features: Any) -> Tensor:
+        return self.model(nn.functional.dropout(dense_features, 0.5, self.training), sparse_features)
+
+
+def functionally_forgetful(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
+    recipe = demo(data, seed=seed, embedding_dim=embedding_dim)
+    return dataclasses.replace(recipe, model=FunctionallyForgetful(recipe.model), data=batches_of_day(0))
+
+
+RECIPES = {DAY: demo, f"{HERE}:forgetful": forgetful, f"{HERE}:functionally_forgetful": functionally_forgetful}
+
+
 def tasks(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
     recipe = tasks_make_recipe(seed=seed, embedding_dim=embedding_dim, embedding_l2=0.0)
     return dataclasses.replace(recipe, data=(two_sided(64, index) for index in range(30)))
@@ -102,10 +121,10 @@ def area(scores: Tensor, labels: Tensor) -> float:
     return float(((pairs > 0).double() + 0.5 * (pairs == 0)).mean())
 
 
-@pytest.mark.parametrize("recipe", [DAY, f"{HERE}:forgetful"])
+@pytest.mark.parametrize("recipe", [*RECIPES])
 def test_a_pass_is_that_of_a_plain_loop_and_judged_before_each_step(gloo, recipe: str, tmp_path: Path) -> None:
     run = trained(tmp_path / "run", recipe)
-    plain = (demo if recipe == DAY else forgetful)(None)
+    plain = RECIPES[recipe](None)
     seen = by_hand(plain, [*batches_of_day(0)])
     weights = load_file(run.path / "model.safetensors")
     for name, value in plain.model.state_dict().items():
