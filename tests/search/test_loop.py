@@ -519,7 +519,7 @@ def test_columns_die_in_the_ramp_alone(gloo, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(Ramp, "_narrow", lambda self, *stage: (stages.append(len(seen)), narrow(self, *stage)))
     monkeypatch.setattr(one_pass.OnePassSearch, "after_step", watch)
     searched(tmp_path / "run", compression=16.0, steps=60)
-    assert [name for name, *_ in seen] == [one_pass.RAMP] * 12 + [one_pass.RELEASE] * 18
+    assert [name for name, *_ in seen] == [one_pass.search.RAMP] * 12 + [one_pass.search.RELEASE] * 18
     dead = [number for _, number, _ in seen]
     assert dead[0] == 0 < dead[11] == dead[-1]
     assert dead == sorted(dead)
