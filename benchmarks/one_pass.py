@@ -51,7 +51,7 @@ amazon_test, lastfm_test = partial(amazon, is_test=True), partial(lastfm, is_tes
 
 
 def endless(data: Path | None, **options: Any) -> Recipe:
-    """The synthetic recipe on batches that never end; says every 20,000 steps what memory the process has."""
+    """The synthetic recipe on batches that never end. Every 20,000 steps it prints the memory of the process."""
     recipe = synthetic.demo(data, **options)
 
     def batches() -> Iterator[Batch]:
@@ -65,7 +65,7 @@ def endless(data: Path | None, **options: Any) -> Recipe:
 
 
 def main() -> None:
-    """Prints the losses, or the memory, as JSON."""
+    """Prints lines of JSON: the losses, or the memory of the process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stream", choices=[*MODULES, "endless"])
     parser.add_argument("--data", type=Path)

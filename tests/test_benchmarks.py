@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import compress_scale, plain_grid, serving, step_time
+from benchmarks import compress_scale, deltas, one_pass, plain_grid, serving, step_time
 from benchmarks.compress_scale import PARTS
 from benchmarks.gpu.figures import FIGURES, RESULTS, Line, read_lines
 from benchmarks.gpu.schedule import Step, run_steps
@@ -182,3 +182,12 @@ def test_a_step_finds_its_figures(step: str, tmp_path: Path, monkeypatch: pytest
     assert names_in(tmp_path, step) >= EXPECTED[step]
     figures = [line for line in read_lines(tmp_path) if line.get("unit") in ("ms", "us", "s", "MB")]
     assert all(figure["value"] > 0 for figure in figures)
+
+
+def test_a_stream_without_end_says_its_memory_and_deltas_their_sizes(gloo, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["one_pass", "endless", "--steps", "2"])
+    one_pass.main()
+    line = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert (line["step"], line["mib"] > 0) == (0, True)
+    deltas.main(2000, 2000)
+    assert "rows named" in capsys.readouterr().out

@@ -541,7 +541,7 @@ class AxesOfRows:
     @contextmanager
     @torch.no_grad()
     def readers_turned(self) -> Iterator[None]:
-        """Within the block what reads the tables is turned; then it is as it was, to the bit."""
+        """Turns the layers that read the tables; restores them to the bit when the block ends."""
         layers = [layer for group in self.groups for layer in group.layers()]
         old = [layer.clone() for layer in layers]
         try:

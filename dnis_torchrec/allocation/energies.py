@@ -89,7 +89,7 @@ def sample_rows(
 
 
 class _Chances:
-    """With which probability rows of a chunk are drawn, and its sums over each block."""
+    """The probability of each row of a chunk to be drawn, and the sum of it over each block."""
 
     def __init__(self, thresholds: Tensor, of_rows: Tensor, times: Tensor) -> None:
         frequency, of_each = times.double().clamp_(min=UNSEEN_WEIGHT), thresholds[of_rows]

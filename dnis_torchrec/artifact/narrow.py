@@ -52,9 +52,9 @@ def narrow_for_training_(
     """Gives a plain model narrow tables to train on: one stock TorchRec table for each block of an
     artifact, see `TableScheme.for_training`. Local, no collective.
 
-    Weights, and states of optimizers for `fill_state_`, come from `state`, a checkpoint whose names
-    begin with `prefix`; `is_turned` says that it stands in the artifact's axes. None takes the
-    weights that the artifact serves, and draws rows of no block as TorchRec does.
+    `state` is a checkpoint whose names begin with `prefix`. It gives the weights, and the optimizer
+    states for `fill_state_`. `is_turned` says that it is in the artifact's axes already. Without a
+    checkpoint, weights are those that the artifact serves; rows of no block are drawn anew.
     """
     folder, modules = ArtifactFolder(artifact), collections(model)
     scheme = folder.scheme()

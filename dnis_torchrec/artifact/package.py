@@ -29,7 +29,7 @@ from dnis_torchrec.ops.build import LOOKUPS, fallback_libraries, find_compiler
 from dnis_torchrec.ops.packed import bag_offsets, load_operator, names_tensor
 
 AOTI = "aoti"
-"""How the model was compiled, as package.json says; packages of other kinds are refused."""
+"""The kind of package that package.json names: compiled by AOTInductor. Others are refused."""
 INPUTS = ("dense", "values", "lengths", "weights")
 """Inputs of a packaged model, in order; weights only where bags are weighted."""
 RTOL, ATOL = 1e-4, 1e-5

@@ -333,7 +333,7 @@ def _ungained(values: Tensor, blocks: Tensor, gain: Tensor | None) -> Tensor:
 
 
 class _Served:
-    """Looks rows of a table up, to get the values that are served."""
+    """Looks up the values that a table serves."""
 
     def __init__(self, table: TableScheme, rows: Tensor) -> None:
         self.table, self._rows = table, rows
@@ -472,8 +472,8 @@ def _encode(
     ids: Tensor | None,
     served: _Served | None,
 ) -> list[_PartOfBlock]:
-    """Rows of a table whose codes are to be written, those of all ranks: some, or all, or those of
-    them that differ from what is served."""
+    """Encodes rows of a table, and gives every rank those of all ranks. These are the rows of
+    `ids`, or all; of them only rows that differ from what is served, if that is given."""
     codes, blocks, place = table.codes, table.routing.all_blocks(), table.name
     whole = of_model.whole
     is_due = torch.ones_like(blocks, dtype=torch.bool)

@@ -122,7 +122,7 @@ def form_blocks(
     least_rows: int = LEAST_ROWS,
     leave_alone: Collection[str] = (),
 ) -> RowBlocks:
-    """`blocks_from_counts`, with another `blocks_of_table`."""
+    """Does what `blocks_from_counts` does; `form` makes the blocks of one table."""
     check(1 <= num_blocks <= MAX_NUM_BLOCKS, "num_blocks", f"1..{MAX_NUM_BLOCKS}", num_blocks)
     for table in tables:
         check_known("table", table.name, counts.counts)

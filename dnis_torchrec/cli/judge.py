@@ -31,7 +31,7 @@ Metrics = Mapping[str, Mapping[str, float]]
 """Split -> metric -> value."""
 
 ROWS = {"int8 rows": 8, "int4 rows": 4}
-"""Name of a result -> bits of a value."""
+"""Bits of a value in each kind of rows, by the name in the results."""
 CUT_AXES = "cut axes"
 SCALE_BYTES = 4  # of a row: scale and bias, a float16 each
 SEEN, NEW = "seen", "new"
@@ -207,7 +207,8 @@ def table_bytes(
     columns: int | None = None,
     leave_alone: Collection[str] = (),
 ) -> int:
-    """Bytes of tables whose first columns are stored in so many bits, all others in float32."""
+    """Bytes of tables whose rows have so many bits a value, of the first columns alone if a number
+    is given; tables to leave alone count in float32."""
     total = 0
     for table in tables:
         width = min(table.embedding_dim, columns or table.embedding_dim)
@@ -221,7 +222,7 @@ def table_bytes(
 def columns_within(
     tables: Sequence[EmbeddingBagConfig], bits: int, num_bytes: int, leave_alone: Collection[str]
 ) -> int:
-    """The most columns, below all of them, that take at most so many bytes; 0 if none does."""
+    """How many columns, at most and fewer than all, fit into so many bytes; 0 if none do."""
     widest = max(table.embedding_dim for table in tables)
     widths = range(16 // bits, widest, 16 // bits)
     fit = (w for w in widths if table_bytes(tables, bits, w, leave_alone) <= num_bytes)
@@ -242,7 +243,8 @@ def rounded_rows(weight: Tensor, bits: int) -> Tensor:
 def in_rows(
     model: nn.Module, bits: int, columns: int | None = None, leave_alone: Collection[str] = ()
 ) -> Iterator[None]:
-    """Gives the model its rows as they are served, for the block. Local, no collective."""
+    """Rounds the tables of a model to such rows, and restores them when the block ends. Local, no
+    collective."""
     shards = [s for module in collections(model).values() for s in local_shards(module)]
     weights = [shard.weight for shard in shards if shard.table not in leave_alone]
     copies = [weight.clone() for weight in weights]

@@ -83,7 +83,7 @@ class Roles(NamedTuple):
     time: Hashable | None = None
 
     def columns_of(self, frame: Frame) -> pd.DataFrame:
-        """These columns of a frame, once their names are checked."""
+        """Checks the names of the columns and reads them from a frame."""
         _check_names(*self[:4])
         times = [] if self.time is None else [self.time]
         return frame_of(frame, [self.label, *self.dense, *self.ids, *self.bags, *times])

@@ -227,8 +227,9 @@ def blocks_over_ranks(
     process_group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> blocking.RowBlocks:
-    """`blocks_from_counts`, for which ranks share the rows of each large table: a gather of
-    tallies, and an all_reduce of a byte a row unless rows are in order. The same on each rank."""
+    """Does what `blocks_from_counts` does, while ranks share the rows of each large table. All
+    ranks get the same: a gather of tallies, and an all_reduce of a byte a row if rows need a map.
+    """
     ranks = Ranks(process_group)
 
     def shared_blocks(counts: Tensor, most_blocks: int, least_rows: int) -> blocking.TableBlocks:

@@ -200,7 +200,7 @@ class _Layout(NamedTuple):
 
 
 _WITH_QCONFIG = WeakSet[nn.Module]()
-"""Packed tables that a quantization has at hand, so that it is told once for all of a model."""
+"""Packed tables that are being quantized: one warning is enough for all tables of a model."""
 
 
 class PackedEmbeddingBagCollection(LogicalCollection):
@@ -452,5 +452,5 @@ def _check_table(table: TableScheme, table_of_fields: PackedTable) -> None:
     check(value == shape, place, f"rows, blocks and columns {shape}", value)
     is_same, counts = table_of_fields.bits.equal(table.column_bits()), table.routing.row_counts()
     check(is_same, place, "the bits of the scheme", "others")
-    is_same, requirement = table_of_fields.row_counts.equal(counts), f"{counts.tolist()} rows"
-    check(is_same, place, f"blocks of {requirement}", "others")
+    is_same = table_of_fields.row_counts.equal(counts)
+    check(is_same, place, f"blocks of {counts.tolist()} rows", "others")

@@ -35,6 +35,11 @@ class PackedSharder(ModuleSharder[PackedEmbeddingBagCollection]):
     It takes the collections of sequences and of ``unknown_ids="mean"``, too, whose packed tables
     are modules of their own. The planner sees a table as so many float32 rows as its packed bytes
     make, so that its shares of rows or columns are shares of bytes.
+
+    Example:
+        >>> from dnis_torchrec.serving import PackedSharder
+        >>> PackedSharder().sharding_types("cpu")
+        ['table_wise', 'row_wise', 'column_wise']
     """
 
     @property
