@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -30,7 +31,7 @@ from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.packed import split_blocks
 
-DIM, SHARES = 16, (0.01, 0.05, 0.2, 1.0)
+DIM, SHARES, TURNS = 16, (0.01, 0.05, 0.2, 1.0), 3
 
 
 def state_of(num_rows: int) -> ServedState:
@@ -88,21 +89,24 @@ def print_refreshes(num_rows: int, dim: int = 64) -> None:
         folder = Path(place)
         scheme = measure_(model, batches, **samples).allocate(compression=20).scheme
         base = read_state(export(model, scheme, folder / "base", forms=("packed",)))
-        model = copy.deepcopy(trained)
-        begin = time.process_time()
-        _, allocation = whole_(model, base.scheme, base.rows, batches, **samples)
-        export(model, allocation.scheme, folder / "whole", forms=("packed",))
-        whole = time.process_time() - begin
-        print(f"a model of {num_rows:,} rows of {dim}: refreshed whole in {whole:.2f} s of one core")
-        for name, more in ways.items():
+        seconds: dict[str, list[float]] = {"a whole refresh": []}
+        for _ in range(TURNS):
             model, begin = copy.deepcopy(trained), time.process_time()
-            state = delta_(model, base.scheme, base.rows, batches, **samples, **more).state(base, run={})
-            seconds = time.process_time() - begin
-            write_delta(folder / "base", state, folder / "delta", overwrite=True)
-            write = time.process_time() - begin - seconds
-            share = num_bytes(folder / "delta") / num_bytes(folder / "base")
-            part = f"{share:.3f} of the artifact in {seconds:.2f} s and written in {write:.2f} s"
-            print(f"{name}: {part}, {(seconds + write) / whole:.2f} of the whole")
+            _, allocation = whole_(model, base.scheme, base.rows, batches, **samples)
+            export(model, allocation.scheme, folder / "whole", forms=("packed",), overwrite=True)
+            seconds["a whole refresh"].append(time.process_time() - begin)
+            for name, more in ways.items():
+                model, begin = copy.deepcopy(trained), time.process_time()
+                state = delta_(model, base.scheme, base.rows, batches, **samples, **more).state(base, run={})
+                write_delta(folder / "base", state, folder / "delta", overwrite=True)
+                seconds.setdefault(name, []).append(time.process_time() - begin)
+        share = num_bytes(folder / "delta") / num_bytes(folder / "base")
+    print(f"a model of {num_rows:,} rows of {dim}; a delta is {share:.3f} of the artifact; of one core:")
+    whole = median(seconds["a whole refresh"])
+    for name, of_turns in seconds.items():
+        least, most = min(of_turns), max(of_turns)
+        part = f"{median(of_turns):.2f} s ({least:.2f} to {most:.2f})"
+        print(f"{name}: {part}, {median(of_turns) / whole:.2f} of the whole")
 
 
 def main(num_rows: int = 10_000_000, rows_of_model: int = 2_000_000) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import compress_scale, deltas, one_pass, plain_grid, serving, step_time
+from benchmarks import compress_scale, compress_time, deltas, one_pass, plain_grid, serving, step_time
 from benchmarks.compress_scale import PARTS
 from benchmarks.gpu.figures import FIGURES, RESULTS, Line, read_lines
 from benchmarks.gpu.schedule import Step, run_steps
@@ -191,3 +191,10 @@ def test_a_stream_without_end_says_its_memory_and_deltas_their_sizes(gloo, monke
     assert (line["step"], line["mib"] > 0) == (0, True)
     deltas.main(2000, 2000)
     assert "rows named" in capsys.readouterr().out
+
+
+def test_compress_is_timed_in_epochs(gloo, capsys) -> None:
+    compress_time.main(["examples.synthetic:demo", "--rows", "1,2", "--epochs", "1"])
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines[1]["rows"] == 2 * lines[0]["rows"]
+    assert all(line["compress_in_epochs"] > sum(line["gains_in_epochs"]) > 0 for line in lines)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ from dnis_torchrec.artifact.load import Rows
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.codes import FLOAT_BITS, ColumnCodes, fit_codes, is_coded, row_strides
 from dnis_torchrec.blocks.counts import FrequencyCounts
-from dnis_torchrec.blocks.routing import RowRouting
+from dnis_torchrec.blocks.routing import RowRouting, tally
 from dnis_torchrec.checks import check
 from dnis_torchrec.data.batches import for_lookup
 from dnis_torchrec.data.over_ranks import blocks_over_ranks
@@ -86,6 +86,7 @@ SAME_TURN = 1e-5
 """How far rounding moves what rows are multiplied by: less than a product's weights that learn."""
 _PartOfBlock = tuple[int, Tensor, Tensor]
 """A block, some of its rows by id, and their bytes."""
+_NO_ROWS = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -357,21 +358,19 @@ def _served(scheme: MixedDimensionScheme, rows: Mapping[str, Tensor]) -> dict[st
 def _some_rows(counts: Tensor, routing: RowRouting, rows_per_block: int) -> RowSample:
     """Rows of every block at equal distances, each standing for as many; rising."""
     steps = (routing.row_counts() // rows_per_block).clamp(min=1)
-    pairs = zip(_rows_of_blocks(routing), steps.tolist(), strict=True)
-    rows = torch.cat([of_block[::step] for of_block, step in pairs]).sort().values
+    rows_of_blocks = [_rows_of_block(routing, *pair) for pair in enumerate(steps.tolist())]
+    rows = torch.cat(rows_of_blocks).sort().values
     blocks = routing.block_of(rows)
     weights = counts[rows].double().clamp(min=UNSEEN_WEIGHT) * steps[blocks]
     return RowSample(rows, blocks, weights)
 
 
-def _rows_of_blocks(routing: RowRouting) -> Sequence[Tensor]:
-    """The rows of every block, rising."""
-    sizes, blocks = routing.row_counts(include_unassigned=True).tolist(), routing.block_of_row
-    if blocks is None:
-        return torch.arange(routing.num_embeddings).split(sizes)[:-1]
-    # bytes are sorted in no time
-    blocks = blocks if blocks.dtype == torch.uint8 else blocks.int()
-    return blocks.argsort(stable=True).split(sizes)[:-1]
+def _rows_of_block(routing: RowRouting, block: int, step: int = 1) -> Tensor:
+    """Every `step`-th row of a block, rising."""
+    if routing.block_of_row is not None:
+        return routing.block_of_row.eq(block).nonzero().flatten()[::step]
+    first, last = cast(Tensor, routing.boundaries)[block : block + 2].tolist()
+    return torch.arange(first, last, step)
 
 
 def _with_newborn(table: TableScheme, counts: Tensor) -> TableScheme:
@@ -474,17 +473,17 @@ def _encode(
 ) -> list[_PartOfBlock]:
     """Encodes rows of a table, and gives every rank those of all ranks. These are the rows of
     `ids`, or all; of them only rows that differ from what is served, if that is given."""
-    codes, blocks, place = table.codes, table.routing.all_blocks(), table.name
-    whole = of_model.whole
-    is_due = torch.ones_like(blocks, dtype=torch.bool)
-    if ids is not None:
-        is_due = pad(is_fitted, (0, 1))[blocks].index_fill_(0, ids, True)
-    is_due &= pad(row_strides(codes.bits) > 0, (0, 1))[blocks]
+    codes, routing, place = table.codes, table.routing, table.name
+    whole, has_bytes = of_model.whole, row_strides(codes.bits) > 0
+    # few rows have changed, so arrays of all rows would take most of the time
+    due = [] if ids is None else [ids[pad(has_bytes, (0, 1))[routing.block_of(ids)]]]
+    for s in (has_bytes if ids is None else has_bytes & is_fitted).nonzero().flatten().tolist():
+        due.append(_rows_of_block(routing, s))
     parts, is_writer = list[_PartOfBlock](), whole.copies == 1 or whole.ranks.is_first
-    for rows, values in of_model.parts(is_due.nonzero().flatten()):
+    for rows, values in of_model.parts(tally(torch.cat([_NO_ROWS, *due]))[0]):
         if not is_writer:
             continue
-        of_rows = blocks[rows]
+        of_rows = routing.block_of(rows)
         if served is not None:
             new = values_in_codes(values, of_rows, codes, place=place)
             both = (served.values(rows), served.table.row_gain), (new, table.gain)
@@ -518,12 +517,12 @@ def _with_parts(table: TableScheme, rows: Tensor, parts: list[_PartOfBlock]) -> 
     old_size, num_changed = len(rows), 0
     rows = pad(rows, (0, size - old_size)) if size > old_size else rows.clone()
     blocks = split_blocks(rows, table.routing.row_counts(), table.codes.bits)
-    rows_of_blocks = _rows_of_blocks(table.routing)
     begin = rows.storage_offset()
     for s in sorted({s for s, _, _ in parts}):
         is_new = blocks[s].storage_offset() - begin >= old_size
+        rows_of_block = _rows_of_block(table.routing, s)
         for _, ids, fields in (part for part in parts if part[0] == s):
-            place = torch.searchsorted(rows_of_blocks[s], ids)
+            place = torch.searchsorted(rows_of_block, ids)
             num_changed += int((is_new | (blocks[s][place] != fields).any(dim=1)).sum())
             blocks[s][place] = fields
     return rows, num_changed

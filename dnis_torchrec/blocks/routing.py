@@ -90,8 +90,8 @@ class RowRouting:
         """The block of every row, ``(N,)`` int64."""
         if self.block_of_row is not None:
             return self.block_of_row.long()
-        sizes = self.row_counts(include_unassigned=True)
-        return torch.repeat_interleave(torch.arange(self.num_blocks + 1), sizes)
+        sizes = enumerate(self.row_counts(include_unassigned=True).tolist())
+        return torch.cat([torch.full((size,), block) for block, size in sizes])
 
     def blocks_of_all(self) -> Iterator[tuple[slice, Tensor]]:
         """(rows, their blocks as int64) of all rows, `ROWS_AT_A_TIME` at a time."""
