@@ -103,7 +103,6 @@ def counts() -> FrequencyCounts:
 
 
 def blocks(dims: dict[str, int] | None = None) -> RowBlocks:
-    """Blocks of all three tables."""
     configs = [config for name in ROWS for config in tables(name, dim=(dims or {}).get(name, 8))]
     return blocks_from_counts(counts(), configs, num_blocks=3, least_rows=1)
 
@@ -159,28 +158,23 @@ class TwoCollections(nn.Module):
         self.over = nn.Linear(2 * dim_of_first + 8, 1)
 
     def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
-        """A logit per sample; the dense features are not used."""
         pooled = [collection(sparse_features).values() for collection in (self.first, self.module["second"])]
         return self.over(torch.cat(pooled, dim=1))
 
 
 def collection() -> EmbeddingBagCollection:
-    """One collection of all three tables."""
     return EmbeddingBagCollection(tables=tables())
 
 
 def dlrm() -> nn.Module:
-    """torchrec's DLRM."""
     return DLRM(collection(), NUM_DENSE, dense_arch_layer_sizes=[4, 8], over_arch_layer_sizes=[4, 1])
 
 
 def dlrm_dcn() -> nn.Module:
-    """torchrec's DLRM_DCN."""
     return DLRM_DCN(collection(), NUM_DENSE, [4, 8], [4, 1], dcn_num_layers=1, dcn_low_rank_dim=2)
 
 
 def deepfm() -> nn.Module:
-    """torchrec's SimpleDeepFMNN."""
     return SimpleDeepFMNN(NUM_DENSE, collection(), hidden_layer_size=4, deep_fm_dimension=3)
 
 
@@ -201,7 +195,6 @@ SHARDED_MODELS = [
 
 
 def blocks_for(model: nn.Module) -> RowBlocks:
-    """Blocks that fit the D of each table of a model."""
     configs = [config for config in table_configs(model) if config.name in ROWS]
     return blocks({config.name: config.embedding_dim for config in configs})
 
@@ -340,7 +333,6 @@ def _with_alpha(model: nn.ModuleDict, **options: object) -> nn.ModuleDict:
 
 
 def wrapper_of(model: nn.Module) -> SoftSelectionModule:
-    """The one wrapper of a model."""
     return next(iter(soft_selection_modules(model).values()))
 
 
@@ -355,7 +347,6 @@ def sequence_features(seed: int, *, of_one: bool = False, size: int = SEQUENCE_B
 
 
 def values_of(output: dict[str, JaggedTensor]) -> Tensor:
-    """The embeddings of all keys, one after the other."""
     return torch.cat([output[key].values() for key in KEYS])
 
 
@@ -370,7 +361,6 @@ class Interest(nn.Module):
         self.over = nn.Sequential(nn.Linear(3 * DIM + 4, 6), nn.Tanh(), nn.Linear(6, 1))
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """A logit per sample; the dense features are not used."""
         found = self.sequences(sparse_features)
         candidate, shop = (found[f"candidate@{name}"].to_padded_dense(1)[:, 0] for name in ("item", "shop"))
         history, visits = (found[name].to_padded_dense(LONGEST[name]) for name in ("history", "visits"))
@@ -421,7 +411,6 @@ class ClickAndRating(Task):
 
 
 def two_outputs() -> Interest:
-    """The model with two outputs."""
     model = interest()
     model.over[2] = nn.Linear(6, 2)
     return model
@@ -440,7 +429,6 @@ def make_batch(seed: int, size: int = SEQUENCE_BATCH_SIZE) -> Batch:
 
 
 def blocks_of(model: nn.Module, batches: Iterable[Batch], num_blocks: int = 2) -> RowBlocks:
-    """Blocks of all tables of a plain model, from counts of the batches."""
     tables = table_configs(model)
     counted = count_frequencies([batch.sparse_features for batch in batches], tables)
     return blocks_from_counts(counted, tables, num_blocks=num_blocks, least_rows=1)
@@ -517,11 +505,9 @@ class StandIn(ManagedCollisionModule):
         return JaggedTensor(torch.tensor(rows, dtype=torch.int64), lengths=bags.lengths())
 
     def output_size(self) -> int:
-        """N of the table."""
         return MANAGED_ROWS
 
     def open_slots(self) -> Tensor:
-        """Rows without an id."""
         return (self._hash_zch_identities == -1).sum()
 
     def evict(self) -> None:
@@ -547,7 +533,6 @@ class Model(nn.Module):
         return ManagedCollisionEmbeddingBagCollection(EmbeddingBagCollection(tables=tables), collisions)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Predictions, ``(B,)``."""
         pooled, _ = self.tables(sparse_features)
         return self.linear(pooled.values()).squeeze(1)
 
@@ -562,7 +547,6 @@ class SequenceModel(Model):
         return ManagedCollisionEmbeddingCollection(EmbeddingCollection(tables=own), collisions)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Predictions, ``(B,)``."""
         found, _ = self.tables(sparse_features)
         sums = [found[key].to_padded_dense(MANAGED_LONGEST).sum(1) for key in ("user", "item", "history")]
         return self.linear(torch.cat(sums, dim=1)).squeeze(1)
@@ -609,7 +593,6 @@ def rows_of(model: Model, features: KeyedJaggedTensor) -> dict[str, list[int]]:
 
 
 def joined(batches: list[Batch]) -> Batch:
-    """The samples of several batches in one."""
     keys = batches[0].sparse_features.keys()
     bags = [own.sparse_features.to_dict() for own in batches]
     features = KeyedJaggedTensor(
@@ -639,7 +622,6 @@ POSITION_ROWS, POSITION_DIM, POSITION_LONGEST, SIZE = 17, 8, 4, 10
 
 
 def configs() -> list[EmbeddingBagConfig]:
-    """Of the two tables; two features read the first one."""
     return [
         EmbeddingBagConfig(
             name=name, num_embeddings=POSITION_ROWS, embedding_dim=POSITION_DIM, feature_names=list(features)
@@ -664,7 +646,6 @@ class Net(nn.Module):
         self.over = nn.Linear(len(POSITION_FEATURES) * POSITION_DIM, 1)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """A logit per sample; the dense features are not used."""
         pooled = self.e(sparse_features).to_dict()
         return self.over(torch.cat([pooled[name] for name in POSITION_FEATURES], dim=1)).squeeze(1)
 
@@ -682,7 +663,6 @@ POSITION_BATCHES = [position_batch(seed) for seed in range(5)]
 
 
 def position_blocks() -> RowBlocks:
-    """The blocks of both tables."""
     counts = dnis.count_frequencies((own.sparse_features for own in POSITION_BATCHES), configs())
     return dnis.blocks_from_counts(counts, configs(), num_blocks=3, least_rows=1)
 
@@ -737,7 +717,6 @@ class Trained:
         self.optimizer = KeyedOptimizerWrapper(rest, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
 
     def by_itself(self) -> list[float]:
-        """Steps of a loop of its own."""
         losses = []
         for own in self._batches:
             self.optimizer.zero_grad()
@@ -855,6 +834,5 @@ def caches_of(model: nn.Module) -> list[Cache]:
 
 
 def fused_kernels(model: nn.Module) -> list[BatchedFusedEmbeddingBag]:
-    """This rank's."""
     parts = (part for lookup in lookups(model) for part in lookup.modules())
     return [part for part in parts if isinstance(part, BatchedFusedEmbeddingBag)]

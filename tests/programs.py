@@ -65,7 +65,6 @@ class Started:
     stderr: Path
 
     def send_signal(self, number: int) -> None:
-        """Sends it a signal."""
         os.kill(self.process.pid, number)
 
     def ended(self, timeout: float) -> tuple[int | None, str, str]:
@@ -94,7 +93,6 @@ def start(folder: Path, code: str, *arguments: object, cwd: Path = ROOT, **varia
 
 
 def start_dnis(folder: Path, *arguments: object, **variables: str) -> Started:
-    """Starts `dnis` in the root of the project."""
     return start(folder, MAIN, *arguments, **variables)
 
 

@@ -32,7 +32,6 @@ Bags = list[list[int]]
 
 
 def load_dense_state(path: Path) -> dict[str, Tensor]:
-    """What an artifact holds of a model beside its tables."""
     return ArtifactFolder(path).tensors("dense_state")
 
 
@@ -264,7 +263,6 @@ class Case:
     id_dtype: torch.dtype
 
     def kjt(self) -> KeyedJaggedTensor:
-        """The bags as TorchRec takes them."""
         weighted = next(iter(self.scheme.tables.values())).is_weighted
         return keyed_jagged_tensor(self.bags, weighted=weighted, id_dtype=self.id_dtype)
 
@@ -559,8 +557,6 @@ def scheme_of(
 
 
 class StraightThrough:
-    """What trains in codes has to come to."""
-
     def __init__(self, scheme: MixedDimensionScheme, tables: Mapping[str, Tensor]) -> None:
         self.scheme = scheme
         self.latents = {name: nn.Parameter(weight.clone()) for name, weight in tables.items()}
@@ -626,8 +622,6 @@ def distance(outputs: Mapping[str, Tensor]) -> Tensor:
 def loss_by_hand(
     tables: list[EmbeddingBagConfig], features: KeyedJaggedTensor
 ) -> Callable[[Mapping[str, Tensor]], Tensor]:
-    """The loss as a function of all tables."""
-
     def loss(weights: Mapping[str, Tensor]) -> Tensor:
         return distance(
             {name: pooled(weights[t.name], features, name, t.pooling) for t in tables for name in t.feature_names}
@@ -637,7 +631,6 @@ def loss_by_hand(
 
 
 def shards_of(model: nn.Module) -> list[TableShard]:
-    """All local shards."""
     return [shard for module in collections(get_unwrapped_module(model)).values() for shard in local_shards(module)]
 
 
@@ -650,7 +643,6 @@ def tables_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def without_codes(scheme: MixedDimensionScheme) -> MixedDimensionScheme:
-    """The same, as pruning leaves it."""
     bare = {"bits": None, "scale": None, "shift": None}
     return MixedDimensionScheme({name: replace(table, **bare) for name, table in scheme.tables.items()})
 

@@ -907,7 +907,6 @@ class TestNeuMFTopK:
 
 
 def columns_of(samples: Samples) -> dict[str, torch.Tensor]:
-    """Feature -> ids ``(n / 3, 3)``, a review and its negatives beside each other."""
     return {name: samples.ids[:, i].view(-1, 3) for i, name in enumerate(samples.feature_names)}
 
 
@@ -1046,7 +1045,6 @@ def _lists(bags: Bags) -> list[list[int]]:
 
 
 def _samples(batches: Iterable[Batch]) -> tuple[Tensor, list[list[int]], list[list[int]]]:
-    """Labels, candidates and histories of all samples."""
     labels, candidates, histories = [], [], []
     for batch in batches:
         labels.append(batch.labels)

@@ -92,7 +92,6 @@ def table(
 
 
 def bags(*tables: EmbeddingBagConfig, is_weighted: bool = False) -> EmbeddingBagCollection:
-    """A collection: of users, items and genres if no tables are given."""
     return EmbeddingBagCollection(tables=list(tables) or [table(name) for name in ROWS], is_weighted=is_weighted)
 
 
@@ -105,7 +104,6 @@ class Pooled(nn.Module):
         self.over = nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, 1))
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Logits; the dense features are not used."""
         pooled = [collection(sparse_features).values() for collection in self.collections]
         return self.over(torch.cat(pooled, dim=1)).squeeze(1)
 
@@ -120,7 +118,6 @@ class TwoTowers(nn.Module):
         self.of_query, self.of_candidate = MLP(2 * DIM, [DIM, 6]), MLP(DIM, [DIM, 6])
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """The dot product of each pair; the dense features are not used."""
         query = self.of_query(self.query(sparse_features).values())
         return (query * self.of_candidate(self.candidate(sparse_features).values())).sum(1)
 
@@ -134,7 +131,6 @@ class FirstOrder(nn.Module):
         self.singles = bags(*(table(f"{name}_weight", [name], dim=1, rows=name) for name in ("user", "item")))
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Logits; the dense features are not used."""
         pairs = self.pairs(sparse_features)
         return self.singles(sparse_features).values().sum(1) + (pairs["user"] * pairs["item"]).sum(1)
 
@@ -154,19 +150,16 @@ def sparse_nn(**options: object) -> nn.Module:
 
 
 def towers(kind: type[nn.Module]) -> nn.Module:
-    """TorchRec's test models of embedding towers, which want four tables."""
     tables = [table("user"), table("item"), table("history", ["history"], rows="item"), table("genre")]
     return kind(tables, NUM_DENSE, [table("scored", rows="genre")])
 
 
 def both_kinds() -> nn.Module:
-    """TorchRec's test model that holds pooled tables and sequences."""
     histories = EmbeddingConfig(name="item", num_embeddings=ROWS["item"], embedding_dim=DIM, feature_names=["history"])
     return of_torchrec.TestMixedEmbeddingSparseArch([table("user"), table("genre"), histories], NUM_DENSE)
 
 
 def multi_task() -> nn.Module:
-    """A click and a rating."""
     return models.MultiGateMixtureOfExperts(bags(), {"click": 0.0, "rating": 3.5}, num_experts=2, expert_size=6)
 
 
@@ -257,7 +250,6 @@ def run(code: str, names: dict[str, Any]) -> None:
 
 
 def num_lines(*names: str) -> int:
-    """Lines of code."""
     return sum(bool(line.strip()) for name in names for line in CODE[name].splitlines())
 
 

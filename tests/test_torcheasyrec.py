@@ -60,7 +60,6 @@ def wrapped() -> nn.ModuleDict:
 
 
 def theirs(seed: int) -> Batch:
-    """A batch of theirs."""
     batch = make_batch(seed)
     size = len(batch.labels)
     lengths = batch.sparse_features["history"].lengths()

@@ -184,8 +184,6 @@ def test_a_model_of_other_weights_is_left_as_it_was(tmp_path: Path) -> None:
 
 
 class Around(nn.Module):
-    """A model around DLRM."""
-
     def __init__(self) -> None:
         super().__init__()
         self.inner = dlrm()
@@ -215,8 +213,6 @@ class Tied(Around):
 
 
 class OtherCall(Around):
-    """A model that is called otherwise."""
-
     def forward(self, pair: tuple[Tensor, KeyedJaggedTensor]) -> Tensor:
         logits: Tensor = self.inner(*pair)
         return logits
@@ -382,8 +378,6 @@ def test_classes_are_integers_for_cross_entropy() -> None:
 
 @dataclass
 class ModelInput:
-    """What a model of one's own may take."""
-
     ids: KeyedJaggedTensor
 
 

@@ -86,7 +86,6 @@ def make_batch(size: int, seed: int, *, empty_bags: bool = True) -> Batch:
 
 
 def make_collection(embedding_dim: int = EMBEDDING_DIM, *, is_weighted: bool = False) -> EmbeddingBagCollection:
-    """Two tables, SUM and MEAN."""
     tables = [
         EmbeddingBagConfig(
             name="user", num_embeddings=ROWS["user"], embedding_dim=embedding_dim, feature_names=["user"]
@@ -136,7 +135,6 @@ def splits_of(make: Callable[[int, int], Batch], test: list[Batch]) -> DataSplit
 def make_recipe(
     kind: str = "dlrm", *, seed: int = 0, embedding_dim: int | None = None, optimizer: str = "adam"
 ) -> Recipe:
-    """The recipe."""
     torch.manual_seed(seed)
     model = make_model(kind, embedding_dim or EMBEDDING_DIM)
     return Recipe(
@@ -228,7 +226,6 @@ def two_sided(size: int, seed: int, *, empty_bags: bool = True) -> TwoSidedBatch
 
 
 def tasks_make_recipe(*, seed: int = 0, embedding_dim: int | None = None, **fields: Any) -> Recipe:
-    """The recipe of two tasks."""
     torch.manual_seed(seed)
     data = splits_of(two_sided, [two_sided(64, 300), two_sided(63, 301)])
     given = {"loss": ClickAndRating(), "table_learning_rate": 1e-2, "dense_learning_rate": 1e-2, "embedding_l2": 1e-3}
@@ -251,14 +248,11 @@ def deepfm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None
 
 
 class DotProduct(nn.Module):
-    """Nothing but tables: what two features pool to, multiplied and added up."""
-
     def __init__(self, tables: nn.Module) -> None:
         super().__init__()
         self.tables = tables
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """``(B,)``; dense features are not read."""
         pooled = self.tables(sparse_features)
         return (pooled["user"] * pooled["genre"]).sum(dim=1)
 
@@ -439,8 +433,6 @@ def draw(num_samples: int, seed: int = 0) -> list[FileSample]:
 
 
 def write_text(path: Path, samples: Sequence[FileSample], *, last_newline: bool = True) -> Path:
-    """The samples as tab separated text without a header."""
-
     def line(sample: FileSample) -> str:
         x0, x1 = ("" if x is None else str(x) for x in sample.x)
         return "\t".join([str(sample.y), x0, "zzz", sample.a or "", sample.b or "", x1, ",".join(sample.tags)])

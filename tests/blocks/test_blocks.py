@@ -282,7 +282,6 @@ def test_what_is_malformed_is_refused(make: Callable[[], object], message: str) 
 
 
 def directory(**changes: object) -> RowDirectory:
-    """One of three rows, but for some fields."""
     fields = {"num_embeddings": 3, "num_blocks": 2, "blocks": (0, 1), "directory": torch.zeros(36, dtype=torch.uint8)}
     return RowDirectory(**fields | changes)
 

@@ -96,14 +96,12 @@ def on_numpy(arguments: list[Any]) -> Tensor:
 
 
 def moved_to(device: str, arguments: list[Any]) -> list[Any]:
-    """All tensors there."""
     parts = [part.to(device) if isinstance(part, Tensor) else part for part in arguments]
     parts[PLACES["tables"]] = [table.to(device) for table in arguments[PLACES["tables"]]]
     return parts
 
 
 def on_device(arguments: list[Any]) -> Tensor:
-    """The kernel as Triton runs it."""
     return packed_triton.triton_packed_embedding_bag(*moved_to(DEVICE, arguments)).cpu()
 
 

@@ -110,14 +110,12 @@ def make_features(rank: int, weighted: bool) -> KeyedJaggedTensor:
 
 
 def no_samples(weighted: bool) -> KeyedJaggedTensor:
-    """A batch of 0 samples."""
     none = torch.empty(0, dtype=torch.int64)
     weights = torch.empty(0) if weighted else None
     return KeyedJaggedTensor(keys=list(LENGTHS), values=none, lengths=none, weights=weights, stride=0)
 
 
 def is_fused(kind: str, table: str) -> bool:
-    """Whether a table learns in its backward pass."""
     return SHARDINGS[kind][table] != "data_parallel" and kind not in MULTIPLIED_TABLES
 
 
@@ -148,7 +146,6 @@ def plan_by(model: nn.Module, kind: str, sharders: Sharders = SHARDERS, **option
 
 
 def shard_by(model: nn.Module, kind: str, sharders: Sharders = SHARDERS) -> DistributedModelParallel:
-    """A model sharded by `plan_by`."""
     return shard_model(model, CPU, plan_by(model, kind, sharders), sharders)
 
 
@@ -164,7 +161,6 @@ def loss_of(pooled: KeyedTensor) -> torch.Tensor:
 def upper_gradients(
     wrapper: SoftSelectionEmbeddingBagCollection, features: KeyedJaggedTensor
 ) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
-    """Alpha's gradients and hits."""
     dims = wrapper.alpha.dims
     with wrapper.alpha.upper_level() as hits:
         loss = loss_of(wrapper(features))
@@ -256,7 +252,6 @@ def compare_on(kind: str, weighted: bool, empty_rank: int | None, at: Rank) -> R
 
 
 def scenarios() -> dict[str, Scenario]:
-    """All of them by name."""
     found: dict[str, Scenario] = {}
     for kind in SHARDINGS:
         for weighted in (False, True):

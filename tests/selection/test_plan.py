@@ -280,14 +280,11 @@ def test_two_dimensional_parallelism_is_refused_before_any_collective(gloo, monk
 
 
 class Part(nn.Module):
-    """A part of a model that looks up in a collection."""
-
     def __init__(self, collection: nn.Module) -> None:
         super().__init__()
         self.ebc = collection
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """Pooled embeddings."""
         return self.ebc(features).values()
 
 
@@ -299,7 +296,6 @@ class Twice(Part):
         self.again = collection
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """Pooled embeddings of both."""
         return super().forward(features) + self.again(features).values()
 
 
@@ -311,7 +307,6 @@ class InTwoParts(nn.Module):
         self.first, self.second = Part(collection), Part(collection)
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """Pooled embeddings of both."""
         return self.first(features) + self.second(features)
 
 
@@ -844,7 +839,6 @@ def interest_model(kind: str | None, *, is_prepared: bool) -> nn.Module:
 
 
 def predict_any(model: nn.Module) -> Tensor:
-    """`predict`, also of `interest`."""
     if "sequences" not in dict(get_unwrapped_module(model).named_children()):
         return models.predict(model)
     batch = models.make_batch(1)

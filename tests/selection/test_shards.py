@@ -262,7 +262,6 @@ class Scaled(EmbeddingBagCollection):
     """A subclass that returns something else."""
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Twice what the collection returns."""
         pooled = super().forward(features)
         return KeyedTensor(pooled.keys(), pooled.length_per_key(), 2 * pooled.values())
 
@@ -382,7 +381,6 @@ class Perceptron(CopyableMixin, MLP):
         self.e = one_table()
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """The perceptron of what is looked up."""
         return MLP.forward(self, self.e(features).values())
 
 
@@ -390,7 +388,6 @@ class Tower(nn.Module):
     """What a tower of TorchRec's does with pooled embeddings."""
 
     def forward(self, pooled: KeyedTensor) -> torch.Tensor:
-        """Their values."""
         return pooled.values()
 
 

@@ -239,8 +239,6 @@ TWO_TABLES = [
 
 
 class FrozenNet(nn.Module):
-    """Two tables, one of them frozen, and a linear layer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.ebc = EmbeddingBagCollection(tables=TWO_TABLES)
@@ -248,7 +246,6 @@ class FrozenNet(nn.Module):
         self.over = nn.Linear(16, 1)
 
     def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
-        """A logit per sample."""
         return self.over(self.ebc(sparse_features).values())
 
 

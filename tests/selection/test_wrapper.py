@@ -147,7 +147,6 @@ def test_of_a_key_that_occurs_twice_the_later_one_is_checked_and_read(compiled: 
 
 
 def is_refused(check: Callable[[], object]) -> bool:
-    """Whether a check raises."""
     try:
         check()
     except (ValueError, RuntimeError):

@@ -348,7 +348,6 @@ class OnTensors(nn.Module):
         self.collection = collection
 
     def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        """``(B, sum of D)``."""
         stride = lengths.shape[1]
         bags = KeyedJaggedTensor(["f1", "f2"], ids, lengths=lengths.flatten(), stride=stride)
         pooled: Tensor = self.collection(bags).values()

@@ -60,7 +60,6 @@ class OnTensors(nn.Module):
         self.keys: list[str] = KEYS
 
     def forward(self, dense: Tensor, values: Tensor, lengths: Tensor, weights: Tensor) -> Tensor:
-        """What the model gives."""
         bags = KeyedJaggedTensor(self.keys, values, weights, lengths=lengths.flatten(), stride=dense.shape[0])
         return self.model(dense, bags)
 
@@ -73,7 +72,6 @@ class Sequences(nn.Module):
         self.tables = tables
 
     def forward(self, _: Tensor, features: KeyedJaggedTensor) -> Tensor:
-        """``(ids, D)``."""
         return torch.cat([sequence.values() for sequence in self.tables(features).values()])
 
 
@@ -81,7 +79,6 @@ class Predictor(PredictModule):
     """What TorchRec's predict factories trace and then script."""
 
     def predict_forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Predicts."""
         bags = KeyedJaggedTensor(KEYS, batch["values"], batch["weights"], lengths=batch["lengths"].flatten())
         return {"default": self.predict_module(batch["dense"], bags)}
 

@@ -83,8 +83,6 @@ def test_any_plan_gives_the_bits_of_one_process(
 
 
 class Both(nn.Module):
-    """Packed tables beside a plain collection."""
-
     def __init__(self) -> None:
         super().__init__()
         tables, scheme = coded_tables()

@@ -43,13 +43,11 @@ def one_table(routing: RowRouting = SORTED, **fields: object) -> tuple[MixedDime
 def trainable(
     routing: RowRouting = SORTED, **fields: object
 ) -> tuple[MixedDimensionEmbeddingBagCollection, dict[str, torch.Tensor]]:
-    """What trains and serves `one_table`, and the table."""
     scheme, tables = one_table(routing, **fields)
     return MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables, new_rows=False), tables
 
 
 def with_unknown_ids(case: Case, unknown: list[int]) -> KeyedJaggedTensor:
-    """The case's bags with unknown ids in front of each."""
     bags = {f: [[*((i, 1.0) for i in unknown), *bag] for bag in of_feature] for f, of_feature in case.bags.items()}
     return Case(case.scheme, case.tables, bags, torch.int64).kjt()
 
