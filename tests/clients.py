@@ -4,8 +4,6 @@ TorchEasyRec's batches hold everything by data group, and its models return logi
 its bags and one of its sequences have the same name where they are of one id.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 

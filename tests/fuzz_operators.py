@@ -10,8 +10,6 @@ loops only, because sanitizers do not see what vector intrinsics read; the cache
 sanitizers, that is said, and nothing is done.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Small TorchRec models of every kind, batches for them, and ways to shard them on one rank."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -49,12 +47,10 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 import dnis_torchrec as dnis
 from dnis_torchrec.allocation.compress import packed_collections
-from dnis_torchrec.artifact.export import export, load_model
-from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies
+from dnis_torchrec.blocks.blocking import RowBlocks
+from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.data.batches import WholeBatch
-from dnis_torchrec.data.recipe import DataSplits, Recipe
-from dnis_torchrec.data.task import Predictions, Task
+from dnis_torchrec.data.task import Predictions
 from dnis_torchrec.ops import batches as bag_splitting
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.selection import alpha as selection_alpha
@@ -63,7 +59,6 @@ from dnis_torchrec.selection import wrapper as wrapper_module
 from dnis_torchrec.selection.alpha import Alpha
 from dnis_torchrec.selection.plan import default_sharders
 from dnis_torchrec.selection.shards import TableShard, collections, local_shards, table_configs
-from dnis_torchrec.selection.swap import prepare_
 from dnis_torchrec.selection.swap import replace_ as replace_
 from dnis_torchrec.selection.swap import unshard_ as unshard_
 from dnis_torchrec.selection.torchrec import lookups
@@ -104,7 +99,7 @@ def counts() -> FrequencyCounts:
 
 def blocks(dims: dict[str, int] | None = None) -> RowBlocks:
     configs = [config for name in ROWS for config in tables(name, dim=(dims or {}).get(name, 8))]
-    return blocks_from_counts(counts(), configs, num_blocks=3, least_rows=1)
+    return dnis.blocks_from_counts(counts(), configs, num_blocks=3, least_rows=1)
 
 
 @contextmanager
@@ -304,7 +299,7 @@ def sequence_counts() -> FrequencyCounts:
 
 def sequence_blocks() -> RowBlocks:
     """Three blocks of each table, by default with rows of alpha of its own."""
-    return blocks_from_counts(
+    return dnis.blocks_from_counts(
         sequence_counts(), [as_bags(table) for table in sequence_tables()], num_blocks=3, least_rows=1
     )
 
@@ -326,7 +321,7 @@ def bags_of_one() -> nn.ModuleDict:
 
 
 def _with_alpha(model: nn.ModuleDict, **options: object) -> nn.ModuleDict:
-    prepare_(model, sequence_blocks(), **options)
+    dnis.prepare_(model, sequence_blocks(), **options)
     alpha = wrapper_of(model).alpha.of(DIM)
     alpha.copy_(torch.rand(alpha.shape, generator=torch.Generator().manual_seed(2)))
     return model
@@ -394,7 +389,7 @@ def of_two(z: Tensor, labels: Tensor) -> Tensor:
     return binary_cross_entropy_with_logits(z[:, 0], labels) + 0.3 * mse_loss(z[:, 1], labels)
 
 
-class ClickAndRating(Task):
+class ClickAndRating(dnis.Task):
     """The task of `two_outputs`: names for both columns."""
 
     kinds: Mapping[str, str] = {"click": "binary", "rating": "regression"}
@@ -430,8 +425,8 @@ def make_batch(seed: int, size: int = SEQUENCE_BATCH_SIZE) -> Batch:
 
 def blocks_of(model: nn.Module, batches: Iterable[Batch], num_blocks: int = 2) -> RowBlocks:
     tables = table_configs(model)
-    counted = count_frequencies([batch.sparse_features for batch in batches], tables)
-    return blocks_from_counts(counted, tables, num_blocks=num_blocks, least_rows=1)
+    counted = dnis.count_frequencies([batch.sparse_features for batch in batches], tables)
+    return dnis.blocks_from_counts(counted, tables, num_blocks=num_blocks, least_rows=1)
 
 
 @torch.no_grad()
@@ -607,7 +602,7 @@ def joined(batches: list[Batch]) -> Batch:
 def check_served_as_exported(model: Model, scheme: MixedDimensionScheme, folder: Path, bare: Model) -> Model:
     """An artifact dropped into a bare model maps raw ids, those without a row too, and predicts as the codes do."""
     served = bare.eval()
-    load_model(served, export(model, scheme, folder))
+    dnis.load_model(served, dnis.export(model, scheme, folder))
     later = [*BATCHES, *NEW]
     for own in later:
         assert rows_of(served, own.sparse_features) == rows_of(model, own.sparse_features)
@@ -742,13 +737,13 @@ class Trained:
         return losses
 
 
-def recipe(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
+def recipe(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> dnis.Recipe:
     """The recipe function, as the command line finds it: ``tests.models:recipe``."""
     del data, seed, embedding_dim
     splits = [Repeatable([position_batch(100 * split + step) for step in range(4)]) for split in range(4)]
-    return Recipe(
+    return dnis.Recipe(
         model=Net(),
-        data=DataSplits(train=splits[0], validation=splits[1], selection=splits[2], test=splits[3]),
+        data=dnis.DataSplits(train=splits[0], validation=splits[1], selection=splits[2], test=splits[3]),
         loss=nn.BCEWithLogitsLoss(),
         table_optimizer="rowwise_adagrad",
         table_learning_rate=1e-2,

@@ -1,7 +1,5 @@
 """The program in processes of tests, storage that they share, and code of Markdown pages as tests run it."""
 
-from __future__ import annotations
-
 import io
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Oracles: plain loops, in float64 where it matters, obviously right; fast code is tested against them."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

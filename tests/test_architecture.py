@@ -3,8 +3,6 @@
 Each rule is a function from source text to offences, tried on a source that breaks it and then on the whole project.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

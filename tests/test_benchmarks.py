@@ -1,7 +1,5 @@
 """Each benchmark runs in small, and writes what it promises. No assertion here looks at a clock."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Examples: data sets, models and recipes, against naive formulas, their files, and what damages them."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import logging
@@ -600,68 +598,45 @@ def build_model(name: str, **scalars: tuple[str, ...]) -> nn.Module:
     return OF_FIELDS[name](models.build_tables(ROWS, DIM, init_std=0.3, **scalars), initial_bias=0.5)
 
 
-def perceptron(tower: nn.Module, inputs: list[float]) -> list[float]:
-    """ReLU layers, neuron by neuron."""
+def perceptron(tower: nn.Module, inputs: Tensor) -> Tensor:
     for layer in tower._mlp:
-        weight, bias = layer._linear.weight.tolist(), layer._linear.bias.tolist()
-        inputs = [
-            max(0.0, b + sum(w * x for w, x in zip(row, inputs, strict=True)))
-            for row, b in zip(weight, bias, strict=True)
-        ]
+        inputs = (layer._linear.weight @ inputs + layer._linear.bias).clamp(min=0)
     return inputs
 
 
-def linear(layer: nn.Linear, inputs: list[float]) -> float:
-    bias = 0.0 if layer.bias is None else float(layer.bias)
-    return bias + sum(w * x for w, x in zip(layer.weight[0].tolist(), inputs, strict=True))
-
-
-def dot(left: list[float], right: list[float]) -> float:
-    return sum(a * b for a, b in zip(left, right, strict=True))
-
-
-def pooled(collection: EmbeddingBagCollection, table: str, bag: list[tuple[int, float]]) -> list[float]:
+def pooled(collection: EmbeddingBagCollection, table: str, bag: list[tuple[int, float]]) -> Tensor:
     weight = collection.embedding_bags[table].weight
-    total = [0.0] * weight.shape[1]
-    for row, value in bag:
-        total = [t + value * w for t, w in zip(total, weight[row].tolist(), strict=True)]
-    return total
+    return sum((value * weight[row] for row, value in bag), torch.zeros(weight.shape[1]))
 
 
-def naive(model: nn.Module, sample: Sample) -> float:
-    """The model's formula for one sample, without a tensor operation."""
+def naive(model: nn.Module, sample: Sample) -> Tensor:
+    """The model's formula for one sample, row by row."""
     tables = model.embedding_bag_collection
     if isinstance(model, models.MatrixFactorization):
-        biases = sum(float(model.biases.biases[name].weight[sample[name][0][0]]) for name in PAIR)
-        return 0.5 + biases + dot(*(pooled(tables, name, sample[name]) for name in PAIR))
+        biases = sum(model.biases.biases[name].weight[sample[name][0][0]] for name in PAIR)
+        left, right = (pooled(tables, name, sample[name]) for name in PAIR)
+        return 0.5 + biases + left @ right
     if isinstance(model, models.MultiLayerPerceptron):
-        both = pooled(tables, "user", sample["user"]) + pooled(tables, "movie", sample["movie"])
-        return linear(model.over, perceptron(model.tower, both))
+        both = torch.cat([pooled(tables, name, sample[name]) for name in PAIR])
+        return model.over(perceptron(model.tower, both))
     if isinstance(model, models.NeuMF):
         left, right = (pooled(tables, f"gmf_{name}", sample[name]) for name in PAIR)
-        product = [a * b for a, b in zip(left, right, strict=True)]
-        both = pooled(tables, "mlp_user", sample["user"]) + pooled(tables, "mlp_movie", sample["movie"])
-        return linear(model.over, product + perceptron(model.tower, both))
-    return naive_of_fields(model, sample)
-
-
-def naive_of_fields(model: nn.Module, sample: Sample) -> float:
-    tables, first_rows, start = model.embedding_bag_collection, {}, 0
-    table_of = {}
+        both = torch.cat([pooled(tables, f"mlp_{name}", sample[name]) for name in PAIR])
+        return model.over(torch.cat([left * right, perceptron(model.tower, both)]))
+    first_rows, start, table_of = {}, 0, {}
     for config in tables.embedding_bag_configs():
         first_rows[config.name] = start
         start += config.num_embeddings
         table_of |= dict.fromkeys(config.feature_names, config.name)
-    logit = float(model.first_order.bias)
+    logit = model.first_order.bias
     for name, bag in sample.items():
         for row, value in bag:
-            logit += value * float(model.first_order.weights[first_rows[table_of[name]] + row])
+            logit = logit + value * model.first_order.weights[first_rows[table_of[name]] + row]
     fields = [pooled(tables, table_of[name], sample[name]) for name in table_of]
     if not isinstance(model, models.WideDeep):
-        logit += sum(dot(a, b) for i, a in enumerate(fields) for b in fields[:i])
+        logit = logit + sum(a @ b for i, a in enumerate(fields) for b in fields[:i])
     if not isinstance(model, models.FactorizationMachine):
-        hidden = perceptron(model.deep[0], [value for field in fields for value in field])
-        logit += linear(model.deep[1], hidden)
+        logit = logit + model.deep[1](perceptron(model.deep[0], torch.cat(fields)))
     return logit
 
 
@@ -708,7 +683,7 @@ def test_models_of_fields_equal_their_formula(name: str, scalars: bool) -> None:
 def assert_equals_formula(model: nn.Module, batch: Batch) -> None:
     model.requires_grad_(False)
     found = model(dense_features=batch.dense_features, sparse_features=batch.sparse_features)
-    want = [naive(model, sample) for sample in samples_of(batch.sparse_features)]
+    want = [float(naive(model, sample)) for sample in samples_of(batch.sparse_features)]
     assert found.shape == (NUM_SAMPLES,)
     assert found.tolist() == pytest.approx(want, abs=1e-5)
     assert float(found.std()) > 0.1

@@ -4,8 +4,6 @@ A row is a way in: it compresses, and writes what each way out needs, in a proce
 fresh process that has those files alone. Where a cell is refused, the remedy of the error is executed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

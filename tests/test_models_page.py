@@ -1,7 +1,5 @@
 """docs/models.md: each of its rows is wrapped, searched, merged, compressed and served by its own code, or refused."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence

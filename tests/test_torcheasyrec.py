@@ -1,7 +1,5 @@
 """examples/torcheasyrec.py: from a checkpoint of TorchEasyRec's kind to packed tables, with its INT8 beside them."""
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from dataclasses import dataclass, field

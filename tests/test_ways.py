@@ -1,7 +1,5 @@
 """Whatever model comes in, `compress` and `search` take it or say what to do; what they leave goes everywhere."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path

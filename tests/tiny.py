@@ -1,7 +1,5 @@
 """A small recipe that trains in a second, one of two tasks, and what searches and artifacts of them leave behind."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Counts, blocks, where a row lies, values in k bits, and hashes of raw values: against counts by hand."""
 
-from __future__ import annotations
-
 import bisect
 import re
 from collections import Counter

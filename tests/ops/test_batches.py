@@ -1,7 +1,5 @@
 """Bags of a batch: malformed requests are refused by the feature's name; bags are split and taken apart."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The packed lookup, compiled, on Triton and by torch; how libraries are built."""
 
-from __future__ import annotations
-
 import os
 import struct
 import sys

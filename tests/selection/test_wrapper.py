@@ -1,7 +1,5 @@
 """alpha and the pure functions on it: against the equations, row by row, and against numerical gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

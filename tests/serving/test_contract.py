@@ -1,7 +1,5 @@
 """Served collections do what a model expects of TorchRec's: the stock modules are the oracle, one test a point."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Packed tables serve what their codes stand for; unknown ids; models that hold served tables are traced."""
 
-from __future__ import annotations
-
 import copy
 import ctypes
 import io
@@ -23,8 +21,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import dnis_torchrec as dnis
-from dnis_torchrec.artifact.export import export
-from dnis_torchrec.artifact.load import load, serve
+from dnis_torchrec.artifact.load import serve
 from dnis_torchrec.artifact.write import write_artifact
 from dnis_torchrec.blocks.codes import WIDTHS, pack_fields
 from dnis_torchrec.blocks.routing import RowRouting, directory_bytes
@@ -276,11 +273,11 @@ def test_means_of_many_rows_are_taken_bag_by_bag(monkeypatch: pytest.MonkeyPatch
 def test_an_artifact_of_sequences_is_loaded_so(tmp_path: Path) -> None:
     model, batches = interest(), [make_sequence_batch(seed) for seed in range(12)]
     scheme = dnis.compress(copy.deepcopy(model), batches, loss=nn.BCEWithLogitsLoss(), compression=2.5).scheme
-    path = export(model, scheme, tmp_path / "artifact")
+    path = dnis.export(model, scheme, tmp_path / "artifact")
     features = KeyedJaggedTensor(
         ["history", "candidate", "visits"], torch.tensor([5, 99]), lengths=torch.tensor([2, 0, 0])
     )
-    found = load(path, collection="sequences", unknown_ids="mean")(features)["history"].values()
+    found = dnis.load(path, collection="sequences", unknown_ids="mean")(features)["history"].values()
     weight = rounded(model, scheme).sequences.embeddings["item"].weight.detach()
     torch.testing.assert_close(found, torch.stack([weight[5], mean_of_cold_rows(scheme.tables["item"], weight)]))
 
@@ -289,9 +286,9 @@ def test_ways_that_there_are_not_are_refused(tmp_path: Path) -> None:
     tables, scheme = reference.two_tables()
     path = write_artifact(tables, scheme, tmp_path / "artifact")
     with pytest.raises(ValueError, match=r"^unknown_ids: expected one of \('error', 'zero', 'mean'\), got 'hash'$"):
-        load(path, unknown_ids="hash")
+        dnis.load(path, unknown_ids="hash")
     with pytest.raises(ValueError, match="collection: expected one in which unknown ids contribute zero, got an error"):
-        MeanForUnknownIds(scheme, load(path))
+        MeanForUnknownIds(scheme, dnis.load(path))
 
 
 def is_held(module: HeldBuffers) -> bool:

@@ -1,7 +1,5 @@
 """Models around served tables as files, in a process that has torch and the compiled operators, and no TorchRec."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Packed tables over ranks give the bits that one process gives; TorchRec's planner and modules take the sharder."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from typing import Any

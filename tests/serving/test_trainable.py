@@ -1,7 +1,5 @@
 """Mixed-dimension tables equal the pruned ones and train; narrow tables; rows that the counts never saw."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable
