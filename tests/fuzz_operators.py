@@ -611,11 +611,6 @@ def spoiled(random: Random, argument: Any, tensors: list[Tensor]) -> Any:
     return random.choice([None, *tensors])
 
 
-def tensors_of(arguments: list[Any]) -> list[Tensor]:
-    flat = [part for argument in arguments for part in (argument if isinstance(argument, list) else [argument])]
-    return [part for part in flat if isinstance(part, Tensor)]
-
-
 @functools.cache
 def operator(name: str) -> Callable[..., Any]:
     """A compiled operator; what is compiled and what is drawn here have to be the same."""
@@ -644,7 +639,8 @@ def fuzz(seed: int, num_cases: int, last: Path) -> None:
             case_seed = f"{seed}:{name}:{index}"
             last.write_text(f"{case_seed}, valid")
             case, random = valid_case(name, case_seed)
-            tensors = tensors_of(case.arguments)
+            flat = [part for own in case.arguments for part in (own if isinstance(own, list) else [own])]
+            tensors = [part for part in flat if isinstance(part, Tensor)]
             for attempt in range(HOSTILE_PER_CASE):
                 arguments = list(case.arguments)
                 for place in random.sample(range(len(arguments)), min(len(arguments), random.choice([1, 1, 2, 3]))):

@@ -4,7 +4,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,21 +25,13 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import ShardingType
 from torchrec.models.deepfm import SimpleDeepFMNN
 from torchrec.models.dlrm import DLRM, DLRM_DCN
+from torchrec.modules import mc_embedding_modules, mc_modules
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.feature_processor_ import PositionWeightedModule, PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
-from torchrec.modules.mc_embedding_modules import (
-    ManagedCollisionEmbeddingBagCollection,
-    ManagedCollisionEmbeddingCollection,
-)
-from torchrec.modules.mc_modules import (
-    LFU_EvictionPolicy,
-    ManagedCollisionCollection,
-    ManagedCollisionModule,
-    MCHManagedCollisionModule,
-)
+from torchrec.modules.mc_modules import ManagedCollisionCollection, ManagedCollisionModule
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -49,7 +41,6 @@ import dnis_torchrec as dnis
 from dnis_torchrec.allocation.compress import packed_collections
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.counts import FrequencyCounts
-from dnis_torchrec.data.batches import WholeBatch
 from dnis_torchrec.data.task import Predictions
 from dnis_torchrec.ops import batches as bag_splitting
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
@@ -65,7 +56,7 @@ from dnis_torchrec.selection.torchrec import lookups
 from dnis_torchrec.selection.wrapper import SoftSelectionModule, as_bags, soft_selection_modules
 from dnis_torchrec.training import shard as sharding_of_training
 from dnis_torchrec.training.checkpoint import model_tensors
-from tests.tiny import Repeatable
+from tests.tiny import Repeatable, bag_config
 
 CPU = torch.device("cpu")
 BATCH_SIZE = 5
@@ -77,16 +68,8 @@ SHARDING_TYPES = ("table_wise", "column_wise", "data_parallel")
 
 def tables(*names: str, dim: int = 8) -> list[EmbeddingBagConfig]:
     """Configs of some of the three tables; the multi-hot one is pooled by MEAN."""
-    return [
-        EmbeddingBagConfig(
-            name=name,
-            num_embeddings=ROWS[name],
-            embedding_dim=dim,
-            feature_names=[f"{name}_id"],
-            pooling=PoolingType.MEAN if name == MULTI_HOT else PoolingType.SUM,
-        )
-        for name in names or ROWS
-    ]
+    kinds = {name: PoolingType.MEAN if name == MULTI_HOT else PoolingType.SUM for name in names or ROWS}
+    return [bag_config(name, ROWS[name], dim, f"{name}_id", pooling=kind) for name, kind in kinds.items()]
 
 
 def counts() -> FrequencyCounts:
@@ -136,13 +119,6 @@ def features(seed: int = 1) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(keys=[f"{name}_id" for name in ROWS], values=torch.cat(values), lengths=torch.cat(lengths))
 
 
-@dataclass
-class AnyBatch(WholeBatch):
-    """A batch of TorchRec's, and a bag of weighted ids beside it, for models that read a second KeyedJaggedTensor."""
-
-    weighted_features: KeyedJaggedTensor
-
-
 class TwoCollections(nn.Module):
     """Two collections, one of them deep inside a `module` of its own, whose tables have the same D or another."""
 
@@ -165,18 +141,10 @@ def dlrm() -> nn.Module:
     return DLRM(collection(), NUM_DENSE, dense_arch_layer_sizes=[4, 8], over_arch_layer_sizes=[4, 1])
 
 
-def dlrm_dcn() -> nn.Module:
-    return DLRM_DCN(collection(), NUM_DENSE, [4, 8], [4, 1], dcn_num_layers=1, dcn_low_rank_dim=2)
-
-
-def deepfm() -> nn.Module:
-    return SimpleDeepFMNN(NUM_DENSE, collection(), hidden_layer_size=4, deep_fm_dimension=3)
-
-
 MODELS = {
     "dlrm": dlrm,
-    "dlrm_dcn": dlrm_dcn,
-    "deepfm": deepfm,
+    "dlrm_dcn": lambda: DLRM_DCN(collection(), NUM_DENSE, [4, 8], [4, 1], dcn_num_layers=1, dcn_low_rank_dim=2),
+    "deepfm": lambda: SimpleDeepFMNN(NUM_DENSE, collection(), hidden_layer_size=4, deep_fm_dimension=3),
     "two_collections": TwoCollections,
     "two_dims": lambda: TwoCollections(dim_of_first=4),
     "bare": collection,
@@ -291,17 +259,11 @@ def sequence_tables() -> list[EmbeddingConfig]:
     ]
 
 
-def sequence_counts() -> FrequencyCounts:
-    """Counts of both tables: `item` in frequency order, `shop` not."""
-    drawn = torch.randint(0, 9, (SEQUENCE_ROWS["shop"],), generator=torch.Generator().manual_seed(0))
-    return FrequencyCounts({"item": torch.arange(SEQUENCE_ROWS["item"], 0, -1), "shop": drawn}, LONGEST, 60)
-
-
 def sequence_blocks() -> RowBlocks:
-    """Three blocks of each table, by default with rows of alpha of its own."""
-    return dnis.blocks_from_counts(
-        sequence_counts(), [as_bags(table) for table in sequence_tables()], num_blocks=3, least_rows=1
-    )
+    """Three blocks of each table; `item` is in frequency order, `shop` not."""
+    drawn = torch.randint(0, 9, (SEQUENCE_ROWS["shop"],), generator=torch.Generator().manual_seed(0))
+    counts = FrequencyCounts({"item": torch.arange(SEQUENCE_ROWS["item"], 0, -1), "shop": drawn}, LONGEST, 60)
+    return dnis.blocks_from_counts(counts, [as_bags(table) for table in sequence_tables()], num_blocks=3, least_rows=1)
 
 
 def sequences(*, prepared: bool = True, need_indices: bool = False) -> nn.ModuleDict:
@@ -351,8 +313,7 @@ class Interest(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.sequences = EmbeddingCollection(tables=sequence_tables())
-        user = EmbeddingBagConfig(name="user", num_embeddings=19, embedding_dim=4, feature_names=["user"])
-        self.users = EmbeddingBagCollection(tables=[user])
+        self.users = EmbeddingBagCollection(tables=[bag_config("user", 19, 4)])
         self.over = nn.Sequential(nn.Linear(3 * DIM + 4, 6), nn.Tanh(), nn.Linear(6, 1))
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
@@ -455,16 +416,14 @@ def rounded(model: Interest, scheme: MixedDimensionScheme) -> Interest:
 
 
 MANAGED_ROWS, MANAGED_DIM, INTERVAL, MANAGED_LONGEST = 40, 16, 2, 3
-USERS = EmbeddingBagConfig(name="user", num_embeddings=MANAGED_ROWS, embedding_dim=MANAGED_DIM, feature_names=["user"])
-ITEMS = EmbeddingBagConfig(
-    name="item", num_embeddings=MANAGED_ROWS, embedding_dim=MANAGED_DIM, feature_names=["item", "history"]
-)
+USERS = bag_config("user", MANAGED_ROWS, MANAGED_DIM)
+ITEMS = bag_config("item", MANAGED_ROWS, MANAGED_DIM, "item", "history")
 RAW = 10**12
 """Raw ids are about so large."""
 
 
-def zch() -> MCHManagedCollisionModule:
-    return MCHManagedCollisionModule(MANAGED_ROWS, CPU, LFU_EvictionPolicy(), INTERVAL)
+def zch() -> mc_modules.MCHManagedCollisionModule:
+    return mc_modules.MCHManagedCollisionModule(MANAGED_ROWS, CPU, mc_modules.LFU_EvictionPolicy(), INTERVAL)
 
 
 def mpzch(device: torch.device = CPU) -> HashZchManagedCollisionModule:
@@ -525,7 +484,9 @@ class Model(nn.Module):
 
     def _make(self, tables: list[EmbeddingBagConfig], kind: Callable[[], ManagedCollisionModule]) -> nn.Module:
         collisions = ManagedCollisionCollection({table.name: kind() for table in tables}, tables)
-        return ManagedCollisionEmbeddingBagCollection(EmbeddingBagCollection(tables=tables), collisions)
+        return mc_embedding_modules.ManagedCollisionEmbeddingBagCollection(
+            EmbeddingBagCollection(tables=tables), collisions
+        )
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
         pooled, _ = self.tables(sparse_features)
@@ -539,7 +500,7 @@ class SequenceModel(Model):
         fields = ("name", "num_embeddings", "embedding_dim", "feature_names")
         own = [EmbeddingConfig(**{field: getattr(table, field) for field in fields}) for table in tables]
         collisions = ManagedCollisionCollection({table.name: kind() for table in own}, own)
-        return ManagedCollisionEmbeddingCollection(EmbeddingCollection(tables=own), collisions)
+        return mc_embedding_modules.ManagedCollisionEmbeddingCollection(EmbeddingCollection(tables=own), collisions)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
         found, _ = self.tables(sparse_features)
@@ -617,12 +578,7 @@ POSITION_ROWS, POSITION_DIM, POSITION_LONGEST, SIZE = 17, 8, 4, 10
 
 
 def configs() -> list[EmbeddingBagConfig]:
-    return [
-        EmbeddingBagConfig(
-            name=name, num_embeddings=POSITION_ROWS, embedding_dim=POSITION_DIM, feature_names=list(features)
-        )
-        for name, features in TABLES.items()
-    ]
+    return [bag_config(name, POSITION_ROWS, POSITION_DIM, *features) for name, features in TABLES.items()]
 
 
 class Net(nn.Module):

@@ -19,7 +19,7 @@ from dnis_torchrec.artifact.load import ArtifactFolder, exact_rows, read_scheme
 from dnis_torchrec.artifact.write import write_artifact
 from dnis_torchrec.blocks.codes import WIDTHS, feedback_of
 from dnis_torchrec.blocks.routing import RowRouting
-from dnis_torchrec.ops.build import NO_COMPILE
+from dnis_torchrec.ops.build import LOOKUPS, NO_COMPILE
 from dnis_torchrec.scheme import FORMS, MixedDimensionScheme, TableScheme
 from dnis_torchrec.selection.shards import TableShard, collections, local_shards
 from dnis_torchrec.selection.torchrec import writing_to_tables
@@ -249,6 +249,17 @@ def lookups(compiled: bool) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(NO_COMPILE, "0" if compiled else "1")
         yield
+
+
+@contextmanager
+def limited(limit: str) -> Iterator[None]:
+    """Lookups run on an instruction set, or on the widest that there is below."""
+    widest = LOOKUPS.instruction_set()
+    LOOKUPS.instruction_set(limit=limit)
+    try:
+        yield
+    finally:
+        LOOKUPS.instruction_set(limit=widest)
 
 
 @dataclass

@@ -26,26 +26,18 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 import dnis_torchrec as dnis
 from dnis_torchrec.allocation.compress import packed_collections
+from dnis_torchrec.data.batches import WholeBatch
 from dnis_torchrec.selection.shards import table_configs_of, tables_named_apart
 from dnis_torchrec.serving import PackedEmbeddingBagCollection, ServedEmbeddingCollection
 from examples import models
 from examples.models.sequential import DeepInterestNetwork, SelfAttentiveRecommender, build_sequence_table
 from tests.clients import DENSE, EASY_REC, GroupBatch, build_script_model, run_script, to_groups
-from tests.models import (
-    AnyBatch,
-    collections,
-    replace_,
-    rounded,
-    shard_densely,
-    table_configs,
-    tables_of,
-    trained,
-    unshard_,
-)
+from tests.models import collections, replace_, rounded, shard_densely, table_configs, tables_of, trained, unshard_
 from tests.programs import blocks, table_rows
 from tests.selection.test_plan import TwoDimensional
 from tests.selection.test_shards import model_with
 from tests.selection.test_shards import one_blocks as blocks_of_unsupported
+from tests.tiny import bag_config
 
 SIZE, LONGEST, DIM, NUM_DENSE = 32, 4, 8, 4
 ROWS = {"user": 120, "item": 160, "genre": 20}
@@ -54,6 +46,13 @@ BAGS = {"user": (1, 1), "item": (1, 1), "genre": (0, 3), "history": (1, LONGEST)
 READS = {"user": ROWS["user"], "item": ROWS["item"], "genre": ROWS["genre"]} | dict.fromkeys(
     ("history", "candidate"), ROWS["item"]
 )
+
+
+@dataclass
+class AnyBatch(WholeBatch):
+    """A batch of TorchRec's, and a bag of weighted ids beside it, for models that read a second KeyedJaggedTensor."""
+
+    weighted_features: KeyedJaggedTensor
 
 
 def make_batch(seed: int, *, is_weighted: bool = False, is_rated: bool = False) -> AnyBatch:
@@ -80,13 +79,7 @@ def table(
     name: str, features: Sequence[str] = (), *, dim: int = DIM, pooling: PoolingType = PoolingType.SUM, rows: str = ""
 ) -> EmbeddingBagConfig:
     """A pooled table, of the rows of `rows`, read by the feature of its name unless told otherwise."""
-    return EmbeddingBagConfig(
-        name=name,
-        num_embeddings=ROWS[rows or name],
-        embedding_dim=dim,
-        feature_names=list(features or [name]),
-        pooling=pooling,
-    )
+    return bag_config(name, ROWS[rows or name], dim, *features, pooling=pooling)
 
 
 def bags(*tables: EmbeddingBagConfig, is_weighted: bool = False) -> EmbeddingBagCollection:

@@ -83,18 +83,18 @@ def make_batch(size: int, seed: int, *, empty_bags: bool = True) -> Batch:
     return Batch(dense_features=dense, sparse_features=features, labels=labels)
 
 
+def bag_config(
+    name: str, rows: int, dim: int, *features: str, pooling: PoolingType = PoolingType.SUM
+) -> EmbeddingBagConfig:
+    """A config, read by the feature of its name unless others are given."""
+    shape = {"num_embeddings": rows, "embedding_dim": dim, "pooling": pooling}
+    return EmbeddingBagConfig(name=name, feature_names=list(features or [name]), **shape)
+
+
 def make_collection(embedding_dim: int = EMBEDDING_DIM, *, is_weighted: bool = False) -> EmbeddingBagCollection:
     tables = [
-        EmbeddingBagConfig(
-            name="user", num_embeddings=ROWS["user"], embedding_dim=embedding_dim, feature_names=["user"]
-        ),
-        EmbeddingBagConfig(
-            name="genre",
-            num_embeddings=ROWS["genre"],
-            embedding_dim=embedding_dim,
-            feature_names=["genre"],
-            pooling=PoolingType.MEAN,
-        ),
+        bag_config("user", ROWS["user"], embedding_dim),
+        bag_config("genre", ROWS["genre"], embedding_dim, pooling=PoolingType.MEAN),
     ]
     return EmbeddingBagCollection(tables=tables, is_weighted=is_weighted)
 
@@ -170,14 +170,7 @@ class TwoTasks(nn.Module):
     def __init__(self, embedding_dim: int = EMBEDDING_DIM) -> None:
         super().__init__()
         self.users, self.genres = (
-            EmbeddingBagCollection(
-                tables=[
-                    EmbeddingBagConfig(
-                        name=name, num_embeddings=ROWS[name], embedding_dim=embedding_dim, feature_names=[name]
-                    )
-                ]
-            )
-            for name in ROWS
+            EmbeddingBagCollection(tables=[bag_config(name, rows, embedding_dim)]) for name, rows in ROWS.items()
         )
         self.towers = nn.ModuleDict(
             {name: nn.Sequential(nn.Linear(2 * embedding_dim, 8), nn.Tanh(), nn.Linear(8, 1)) for name in TASKS}

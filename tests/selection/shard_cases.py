@@ -30,6 +30,7 @@ from dnis_torchrec.selection.shards import collections, local_shards, table_conf
 from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingBagCollection, soft_selection_modules
 from tests.distributed.harness import Rank, Results, Scenario
 from tests.distributed.model import CPU
+from tests.tiny import bag_config
 
 SHARDERS = default_sharders()
 PER_RANK, LEARNING_RATE = 9, 0.1
@@ -62,13 +63,7 @@ def tables() -> list[EmbeddingBagConfig]:
     """SUM and MEAN, two dims, two features of one table, and one feature of two."""
     of = {"a": (8, ["one", "both"]), "b": (8, ["both"]), "c": (12, ["many"])}
     return [
-        EmbeddingBagConfig(
-            name=name,
-            num_embeddings=ROWS[name],
-            embedding_dim=dim,
-            feature_names=features,
-            pooling=PoolingType.SUM if name == "a" else PoolingType.MEAN,
-        )
+        bag_config(name, ROWS[name], dim, *features, pooling=PoolingType.SUM if name == "a" else PoolingType.MEAN)
         for name, (dim, features) in of.items()
     ]
 

@@ -46,27 +46,7 @@ from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingBagCollection,
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
 from dnis_torchrec.serving.sequences import ServedEmbeddingCollection
 from tests import models
-from tests.models import (
-    BATCHES,
-    CPU,
-    ITEMS,
-    MANAGED_ROWS,
-    NEW,
-    USERS,
-    Model,
-    SequenceModel,
-    StandIn,
-    blocks_of,
-    check_served_as_exported,
-    collection,
-    features,
-    lookups_of,
-    mpzch,
-    predictions,
-    rows_of,
-    trained,
-    zch,
-)
+from tests.models import BATCHES, CPU, NEW, USERS, Model, SequenceModel, collection, features, predictions, trained, zch
 from tests.selection.shard_cases import plan_by, shard_by
 from tests.tiny import make_batch, make_collection, make_recipe
 
@@ -104,7 +84,7 @@ def test_replicated_tables_of_one_process_keep_gradients_where_they_are(gloo: di
     model.zero_grad()
     sharded = shard_by(model, "data_parallel")
     collection = sharded.module["ebc"]
-    assert not any(isinstance(lookup, DistributedDataParallel) for lookup in lookups_of(sharded))
+    assert not any(isinstance(lookup, DistributedDataParallel) for lookup in models.lookups_of(sharded))
     collection(features).values().square().sum().backward()
     for name, part in collection.embedding_bags.items():
         torch.testing.assert_close(part.weight.grad, expected[name])
@@ -260,66 +240,44 @@ class TwoDimensional(DMPCollection):
 
 def test_two_dimensional_parallelism_is_refused_before_any_collective(gloo, monkeypatch) -> None:
     recipe = make_recipe()
-    model = TwoDimensional(dnis.prepare_(recipe.model, blocks_of(recipe.model, recipe.data.train)))
+    model = TwoDimensional(dnis.prepare_(recipe.model, models.blocks_of(recipe.model, recipe.data.train)))
     for collective in ("all_reduce", "all_gather", "all_gather_object", "broadcast", "barrier"):
         monkeypatch.setattr(dist, collective, lambda *_, **__: pytest.fail("a collective"))
     with pytest.raises(NotImplementedError, match=r"supported is DistributedModelParallel.*DMPCollection \(2D parall"):
         dnis.BilevelTrainPipeline(model, torch.optim.SGD(model.parameters(), lr=0.1), CPU)
 
 
-class Part(nn.Module):
-    def __init__(self, collection: nn.Module) -> None:
-        super().__init__()
-        self.ebc = collection
-
-    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        return self.ebc(features).values()
-
-
-class Twice(Part):
-    """The same under two names."""
-
-    def __init__(self, collection: nn.Module) -> None:
-        super().__init__(collection)
-        self.again = collection
-
-    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        return super().forward(features) + self.again(features).values()
-
-
-class InTwoParts(nn.Module):
-    """The same in two parts of a model."""
-
-    def __init__(self, collection: nn.Module) -> None:
-        super().__init__()
-        self.first, self.second = Part(collection), Part(collection)
-
-    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        return self.first(features) + self.second(features)
-
-
 @pytest.mark.parametrize("searched", [False, True])
-@pytest.mark.parametrize("kind", [Twice, InTwoParts])
-def test_a_collection_that_has_two_names_stays_one(gloo, kind: type[nn.Module], searched: bool) -> None:
+@pytest.mark.parametrize("names", [("ebc", "again"), ("first.ebc", "second.ebc")])
+def test_a_collection_that_has_two_names_stays_one(gloo, names: tuple[str, str], searched: bool) -> None:
     """TorchRec shards what a parent holds under two names under the first alone."""
+
+    def build() -> nn.ModuleDict:
+        held = {"ebc": make_collection()}
+        parts = {part: nn.ModuleDict(held) for part in ("first", "second")}
+        return nn.ModuleDict(parts if "first.ebc" in names else held | {"again": held["ebc"]})
+
+    def pooled(model: nn.Module) -> Tensor:
+        return sum(get_unwrapped_module(model).get_submodule(name)(features).values() for name in names)
+
     batch = make_batch(5, 0)
     features = batch.sparse_features
-    model, unsharded = kind(make_collection()), kind(make_collection())
+    model, unsharded = build(), build()
     unsharded.load_state_dict(model.state_dict())
     if searched:
-        dnis.prepare_(model, blocks_of(model, [batch]))
+        dnis.prepare_(model, models.blocks_of(model, [batch]))
     sharders = [dnis.CpuEmbeddingBagCollectionSharder(fused_params={"learning_rate": 0.5})]
     sharded = shard_by(model, "table_wise", sharders)
     optimizer = torch.optim.SGD(unsharded.parameters(), lr=0.5)
     for _ in range(2):
-        found, expected = sharded(features), unsharded(features)
+        found, expected = pooled(sharded), pooled(unsharded)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
         found.square().mean().backward()
         expected.square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     merged = dnis.merge_(sharded) if searched else unshard_(sharded)
-    torch.testing.assert_close(merged(features), unsharded(features), atol=1e-5, rtol=0)
+    torch.testing.assert_close(pooled(merged), pooled(unsharded), atol=1e-5, rtol=0)
     assert len(collections(merged)) == 1
 
 
@@ -335,10 +293,10 @@ def test_a_fused_kernel_for_a_table_too_narrow_for_it_is_refused(gloo: dist.Proc
     assert sharded.module["ebc"](make_batch(5, 0).sparse_features).values().shape == (5, 1)
 
 
-TABLES = [USERS, ITEMS]
+TABLES = [USERS, models.ITEMS]
 Kind = Callable[[], ManagedCollisionModule]
 KINDS = pytest.mark.parametrize(
-    ("kind", "model_of"), [(zch, Model), (mpzch, Model), (StandIn, Model), (zch, SequenceModel)]
+    ("kind", "model_of"), [(zch, Model), (models.mpzch, Model), (models.StandIn, Model), (zch, SequenceModel)]
 )
 
 
@@ -355,9 +313,9 @@ def counted(model: Model) -> tuple[FrequencyCounts, RowBlocks]:
 def test_counts_are_of_the_rows_that_the_collection_is_called_with(kind: Kind, model_of: type[Model]) -> None:
     model = trained(kind, model_of)
     before = state_of(model)
-    expected = {table.name: [0] * MANAGED_ROWS for table in TABLES}
+    expected = {table.name: [0] * models.MANAGED_ROWS for table in TABLES}
     for own in BATCHES:
-        rows = rows_of(model, own.sparse_features)
+        rows = models.rows_of(model, own.sparse_features)
         for table in TABLES:
             for row in (row for feature in table.feature_names for row in rows[feature]):
                 expected[table.name][row] += 1
@@ -408,7 +366,8 @@ def test_a_row_that_is_evicted_and_reused_begins_in_the_cold_block() -> None:
     model = trained()
     predictions(model.train(), NEW)
     reused = sorted(
-        {row for own in NEW for row in rows_of(model.eval(), own.sparse_features)["user"]} - {MANAGED_ROWS - 1}
+        {row for own in NEW for row in models.rows_of(model.eval(), own.sparse_features)["user"]}
+        - {models.MANAGED_ROWS - 1}
     )
     assert reused
     counts, blocks = counted(model)  # of data that reads none of the new ids
@@ -432,7 +391,7 @@ def test_compressed_tables_are_those_of_remapped_rows(tmp_path: Path, kind: Kind
     assert float((predictions(model) - before).std() / before.std()) < 0.2
     assert {table.collection for table in found.scheme.tables.values()} == {"tables._embedding_module"}
     scheme = measured.allocate(compression=4).scheme
-    served = check_served_as_exported(given, scheme, tmp_path / "artifact", model_of(kind))
+    served = models.check_served_as_exported(given, scheme, tmp_path / "artifact", model_of(kind))
     assert isinstance(served.tables._embedding_module, kind_of_tables)
     torch.testing.assert_close(predictions(model), predictions(served) + found.output_shift)
 
@@ -450,14 +409,14 @@ def test_a_pruned_model_is_exported_exactly(tmp_path: Path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="multi-probe ZCH learns ids on GPUs only")
 def test_multi_probe_modules_that_learn_are_counted_as_they_look_up() -> None:
     device = torch.device("cuda")
-    model = Model(lambda: mpzch(device)).to(device)
+    model = Model(lambda: models.mpzch(device)).to(device)
     batches = [own.to(device) for own in BATCHES]
     predictions(model.train(), batches)
     counts = dnis.count_frequencies([remap(model, own.sparse_features) for own in batches], TABLES)
-    expected = torch.zeros(MANAGED_ROWS, dtype=torch.int64)
+    expected = torch.zeros(models.MANAGED_ROWS, dtype=torch.int64)
     for own in batches:
         expected += torch.bincount(
-            torch.tensor(rows_of(model.eval(), own.sparse_features)["user"]), minlength=MANAGED_ROWS
+            torch.tensor(models.rows_of(model.eval(), own.sparse_features)["user"]), minlength=models.MANAGED_ROWS
         )
     assert counts.counts["user"].tolist() == expected.tolist()
 

@@ -22,11 +22,7 @@ from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection
 from torchrec.modules.itep_modules import GenericITEPModule
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
-from torchrec.modules.mc_modules import (
-    DistanceLFU_EvictionPolicy,
-    ManagedCollisionCollection,
-    MCHManagedCollisionModule,
-)
+from torchrec.modules.mc_modules import LFU_EvictionPolicy, ManagedCollisionCollection, MCHManagedCollisionModule
 from torchrec.modules.mlp import MLP
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
@@ -267,22 +263,14 @@ class Processed(FeatureProcessedEmbeddingBagCollection):
     """A subclass of TorchRec's feature processors, which its sharder does not know."""
 
 
-def position_weighted() -> nn.Module:
-    return Processed(one_table(weighted=True), {"f": PositionWeightedModule(5)})
-
-
 class Managed(ManagedCollisionEmbeddingBagCollection):
     """A subclass of TorchRec's managed collisions, which its sharder does not know."""
 
 
 def managed_collisions() -> nn.Module:
-    policy = DistanceLFU_EvictionPolicy()
+    policy = LFU_EvictionPolicy()
     remap = MCHManagedCollisionModule(zch_size=12, device=CPU, eviction_policy=policy, eviction_interval=5)
     return Managed(one_table(), ManagedCollisionCollection({"t": remap}, [TABLE]))
-
-
-def pruned_in_training() -> nn.Module:
-    return ITEPEmbeddingBagCollection(one_table(), GenericITEPModule({}, []))
 
 
 def hooked() -> nn.Module:
@@ -298,9 +286,15 @@ def patched() -> nn.Module:
 
 
 UNSUPPORTED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "feature processor": (position_weighted, "Processed 'e'"),
+    "feature processor": (
+        lambda: Processed(one_table(weighted=True), {"f": PositionWeightedModule(5)}),
+        "Processed 'e'",
+    ),
     "managed collisions": (managed_collisions, "Managed 'e'"),
-    "pruning in training": (pruned_in_training, "ITEPEmbeddingBagCollection 'e'"),
+    "pruning in training": (
+        lambda: ITEPEmbeddingBagCollection(one_table(), GenericITEPModule({}, [])),
+        "ITEPEmbeddingBagCollection 'e'",
+    ),
     "subclass": (lambda: Scaled(tables=[TABLE]), "Scaled with a forward of its own"),
     "hook": (hooked, "one with hooks"),
     "patched": (patched, "EmbeddingBagCollection with a forward of its own"),

@@ -1,6 +1,5 @@
 """Models around served tables as files, in a process that has torch and the compiled operators, and no TorchRec."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ from torchrec.fx import symbolic_trace
 from torchrec.inference.modules import PredictModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.ops.build import LOOKUPS
 from tests.serving.test_contract import ROWS, SHARED, UNPOOLED, model_pair, pair
 
 pytestmark = [
@@ -141,11 +139,9 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[nn.Modu
                 models[name], served = model_pair(kind, form, is_weighted=is_weighted)
             write(folder, name, served.eval())
     torch.save((list(MODELS), BATCHES), folder / "batches")
-    fbgemm = importlib.util.find_spec("fbgemm_gpu")
-    assert fbgemm is not None
-    assert fbgemm.origin is not None
-    libraries = [LOOKUPS.build(), Path(fbgemm.origin).with_name("fbgemm_gpu_py.so")]
-    command = [sys.executable, "-W", "ignore", "-c", READER, str(folder), *map(str, libraries)]
+    names = ("packed_", "fbgemm_gpu_py")
+    libraries = [path for path in torch.ops.loaded_libraries if Path(path).name.startswith(names)]
+    command = [sys.executable, "-W", "ignore", "-c", READER, str(folder), *libraries]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     results = torch.load(folder / "outputs", weights_only=True)
