@@ -4,8 +4,6 @@ TorchEasyRec's batches hold everything by data group, and its models return logi
 its bags and one of its sequences have the same name where they are of one id.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -88,7 +86,6 @@ def sequence_mask(groups: Mapping[str, Tensor]) -> Tensor:
 
 
 def mean_of_sequence(groups: Mapping[str, Tensor]) -> Tensor:
-    """The mean row of each sequence."""
     mask = sequence_mask(groups).unsqueeze(2)
     return (groups["sequence"] * mask).sum(1) / mask.sum(1).clamp(min=1)
 
@@ -101,7 +98,6 @@ class TargetAttention(nn.Module):
         self.scores = nn.Sequential(nn.Linear(4 * DIM, 8), nn.ReLU(), nn.Linear(8, 1))
 
     def forward(self, groups: Mapping[str, Tensor]) -> Tensor:
-        """The weighted mean of the rows."""
         rows = groups["sequence"]
         query = groups["query"].unsqueeze(1).expand_as(rows)
         scores = self.scores(torch.cat([query, rows, query - rows, query * rows], dim=2)).squeeze(2)
@@ -125,7 +121,6 @@ class DeepFM(nn.Module):
         self.deep_mlp, self.output_mlp = MLP(DIM * len(ROWS), [8]), nn.Linear(8, 1)
 
     def forward(self, batch: GroupBatch) -> dict[str, Tensor]:
-        """One head."""
         groups = self.embedding_group(batch)
         rows = groups["deep"].reshape(-1, len(ROWS), DIM)
         pairs = (rows.sum(1).square() - rows.square().sum(1)).sum(1, keepdim=True) / 2
@@ -145,7 +140,6 @@ class DotInteraction(nn.Module):
         self.final_mlp, self.output_mlp = MLP(DIM + vectors * (vectors - 1) // 2, [8]), nn.Linear(8, 1)
 
     def forward(self, batch: GroupBatch) -> dict[str, Tensor]:
-        """One head."""
         groups = self.embedding_group(batch)
         dense = self.dense_mlp(groups["dense"])
         vectors = torch.cat([dense.unsqueeze(1), groups["deep"].reshape(-1, len(ROWS), DIM)], dim=1)
@@ -164,7 +158,6 @@ class Towers(nn.Module):
         self.final_mlp, self.output_mlp = MLP(8 + DIM, [8]), nn.Linear(8, 1)
 
     def forward(self, batch: GroupBatch) -> dict[str, Tensor]:
-        """One head."""
         groups = self.embedding_group(batch)
         deep = self.deep(torch.cat([groups["deep"], groups["dense"]], dim=1))
         if isinstance(self.history, TargetAttention):
@@ -185,7 +178,6 @@ class Gate(nn.Module):
         self.shares = nn.Linear(width, num_experts)
 
     def forward(self, features: Tensor, experts: Sequence[Tensor]) -> Tensor:
-        """The mixture."""
         shares = torch.softmax(self.shares(features), dim=1).unsqueeze(2)
         return (shares * torch.stack(list(experts), dim=1)).sum(1)
 
@@ -202,7 +194,6 @@ class GatedExperts(nn.Module):
         self.heads = nn.ModuleDict({head: nn.Linear(6, 1) for head in HEADS})
 
     def forward(self, batch: GroupBatch) -> dict[str, Tensor]:
-        """Two heads."""
         groups = self.embedding_group(batch)
         features = torch.cat([groups["deep"], mean_of_sequence(groups)], dim=1)
         experts = [expert(features) for expert in self.experts]
@@ -221,7 +212,6 @@ class Extraction(nn.Module):
         self.shared_gate = Gate(width, 2 + len(HEADS))
 
     def forward(self, inputs: Mapping[str, Tensor], shared: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """Mixtures of the heads, and the shared one."""
         common = [expert(shared) for expert in self.shared]
         special = {head: self.experts[head](inputs[head]) for head in HEADS}
         mixtures = {head: self.gates[head](inputs[head], [special[head], *common]) for head in HEADS}
@@ -238,7 +228,6 @@ class LayeredExtraction(nn.Module):
         self.heads = nn.ModuleDict({head: nn.Linear(6, 1) for head in HEADS})
 
     def forward(self, batch: GroupBatch) -> dict[str, Tensor]:
-        """Two heads."""
         groups = self.embedding_group(batch)
         features = torch.cat([groups["deep"], mean_of_sequence(groups)], dim=1)
         mixtures, shared = self.first(dict.fromkeys(HEADS, features), features)

@@ -3,8 +3,6 @@
 What is written is flushed to disk, which took a third of the suite's time: tests write into memory where there is room.
 """
 
-from __future__ import annotations
-
 import gc
 import getpass
 import os

@@ -10,8 +10,6 @@ loops only, because sanitizers do not see what vector intrinsics read; the cache
 sanitizers, that is said, and nothing is done.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import itertools
@@ -71,7 +69,6 @@ def same(found: Tensor, expected: Tensor) -> None:
 
 
 def draw_lengths(random: Random, num_bags: int, longest: int) -> list[int]:
-    """How many ids each bag holds."""
     return [random.randint(0, longest) for _ in range(num_bags)]
 
 
@@ -95,7 +92,6 @@ Entry = TypeVar("Entry")
 
 
 def of_bags(ids: list[Entry], lengths: list[int]) -> list[list[Entry]]:
-    """The ids of every bag."""
     bounds = offsets_of(lengths)
     return [ids[begin:end] for begin, end in itertools.pairwise(bounds)]
 
@@ -168,19 +164,16 @@ def arguments_of_bags(case: Case) -> list[Any]:
 
 
 def open_collection(random: Random) -> Case:
-    """Tables that bags are pooled from afterwards."""
     case, pool_opened = packed_embedding_bag(random), torch.ops.dnis_torchrec.pool_opened.default
     return Case(case.arguments[3:8], lambda number: case.check(pool_opened(number, *arguments_of_bags(case))))
 
 
 def pool_opened(random: Random) -> Case:
-    """Bags of a collection whose layouts have been read."""
     case = packed_embedding_bag(random)
     return Case([opened(case), *arguments_of_bags(case)], case.check)
 
 
 def close_collection(random: Random) -> Case:
-    """A collection that is looked up no more."""
     case, pool_opened = packed_embedding_bag(random), torch.ops.dnis_torchrec.pool_opened.default
     number = opened(case)
 
@@ -195,7 +188,6 @@ def close_collection(random: Random) -> Case:
 
 
 def bag_offsets(random: Random) -> Case:
-    """Lengths of one to three features."""
     num_features, batch_size = random.randint(1, 3), random.randint(0, 4)
     lengths = draw_lengths(random, num_features * batch_size, 3)
     arguments = [
@@ -437,7 +429,6 @@ class Pieces:
 
 
 def draw_pieces(random: Random) -> Pieces:
-    """One to three features."""
     batch_size, num_features = random.randint(1, 4), random.randint(1, 3)
     lengths = draw_lengths(random, num_features * batch_size, 4)
     ids = draw_ids(random, lengths, [9] * num_features)
@@ -480,7 +471,6 @@ def find_pieces(random: Random) -> Case:
 
 
 def draw_packing(random: Random, f: Pieces) -> tuple[list[int], int]:
-    """Keys of every feature, and rows for all of its pieces."""
     num_keys = [random.randint(1, 3) for _ in f.routings]
     counts = [starts[-1] - starts[0] for starts in f.starts]
     num_rows = max([1, *(-(-count // keys) for count, keys in zip(counts, num_keys, strict=True))])
@@ -555,13 +545,11 @@ def hostile_number(random: Random, number: int) -> int:
 
 
 def within(number: int, dtype: torch.dtype) -> int:
-    """The nearest number that the dtype has."""
     bounds = torch.iinfo(dtype)
     return min(max(number, bounds.min), bounds.max)
 
 
 def with_another_element(random: Random, tensor: Tensor) -> Tensor:
-    """One of its numbers is another; or two are."""
     tensor = tensor.clone(memory_format=torch.contiguous_format)
     flat = tensor.view(-1)
     for _ in range(random.randint(1, 2) if len(flat) else 0):
@@ -623,12 +611,6 @@ def spoiled(random: Random, argument: Any, tensors: list[Tensor]) -> Any:
     return random.choice([None, *tensors])
 
 
-def tensors_of(arguments: list[Any]) -> list[Tensor]:
-    """All of them, those in lists, too."""
-    flat = [part for argument in arguments for part in (argument if isinstance(argument, list) else [argument])]
-    return [part for part in flat if isinstance(part, Tensor)]
-
-
 @functools.cache
 def operator(name: str) -> Callable[..., Any]:
     """A compiled operator; what is compiled and what is drawn here have to be the same."""
@@ -657,7 +639,8 @@ def fuzz(seed: int, num_cases: int, last: Path) -> None:
             case_seed = f"{seed}:{name}:{index}"
             last.write_text(f"{case_seed}, valid")
             case, random = valid_case(name, case_seed)
-            tensors = tensors_of(case.arguments)
+            flat = [part for own in case.arguments for part in (own if isinstance(own, list) else [own])]
+            tensors = [part for part in flat if isinstance(part, Tensor)]
             for attempt in range(HOSTILE_PER_CASE):
                 arguments = list(case.arguments)
                 for place in random.sample(range(len(arguments)), min(len(arguments), random.choice([1, 1, 2, 3]))):
@@ -686,7 +669,6 @@ def sanitizer_runtimes(compiler: str, folder: Path) -> list[str]:
 
 
 def build() -> None:
-    """Compiles both libraries with the sanitizers, at the same time."""
     native_build.FLAGS = FLAGS
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda build: build(), [native_build.LOOKUPS.build, native_build.SELECTION.build]))

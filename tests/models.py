@@ -1,12 +1,10 @@
 """Small TorchRec models of every kind, batches for them, and ways to shard them on one rank."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,21 +25,13 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import ShardingType
 from torchrec.models.deepfm import SimpleDeepFMNN
 from torchrec.models.dlrm import DLRM, DLRM_DCN
+from torchrec.modules import mc_embedding_modules, mc_modules
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.feature_processor_ import PositionWeightedModule, PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
-from torchrec.modules.mc_embedding_modules import (
-    ManagedCollisionEmbeddingBagCollection,
-    ManagedCollisionEmbeddingCollection,
-)
-from torchrec.modules.mc_modules import (
-    LFU_EvictionPolicy,
-    ManagedCollisionCollection,
-    ManagedCollisionModule,
-    MCHManagedCollisionModule,
-)
+from torchrec.modules.mc_modules import ManagedCollisionCollection, ManagedCollisionModule
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -49,12 +39,9 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 import dnis_torchrec as dnis
 from dnis_torchrec.allocation.compress import packed_collections
-from dnis_torchrec.artifact.export import export, load_model
-from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies
-from dnis_torchrec.data.batches import WholeBatch
-from dnis_torchrec.data.recipe import DataSplits, Recipe
-from dnis_torchrec.data.task import Predictions, Task
+from dnis_torchrec.blocks.blocking import RowBlocks
+from dnis_torchrec.blocks.counts import FrequencyCounts
+from dnis_torchrec.data.task import Predictions
 from dnis_torchrec.ops import batches as bag_splitting
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.selection import alpha as selection_alpha
@@ -63,14 +50,13 @@ from dnis_torchrec.selection import wrapper as wrapper_module
 from dnis_torchrec.selection.alpha import Alpha
 from dnis_torchrec.selection.plan import default_sharders
 from dnis_torchrec.selection.shards import TableShard, collections, local_shards, table_configs
-from dnis_torchrec.selection.swap import prepare_
 from dnis_torchrec.selection.swap import replace_ as replace_
 from dnis_torchrec.selection.swap import unshard_ as unshard_
 from dnis_torchrec.selection.torchrec import lookups
 from dnis_torchrec.selection.wrapper import SoftSelectionModule, as_bags, soft_selection_modules
 from dnis_torchrec.training import shard as sharding_of_training
 from dnis_torchrec.training.checkpoint import model_tensors
-from tests.tiny import Repeatable
+from tests.tiny import Repeatable, bag_config
 
 CPU = torch.device("cpu")
 BATCH_SIZE = 5
@@ -82,16 +68,8 @@ SHARDING_TYPES = ("table_wise", "column_wise", "data_parallel")
 
 def tables(*names: str, dim: int = 8) -> list[EmbeddingBagConfig]:
     """Configs of some of the three tables; the multi-hot one is pooled by MEAN."""
-    return [
-        EmbeddingBagConfig(
-            name=name,
-            num_embeddings=ROWS[name],
-            embedding_dim=dim,
-            feature_names=[f"{name}_id"],
-            pooling=PoolingType.MEAN if name == MULTI_HOT else PoolingType.SUM,
-        )
-        for name in names or ROWS
-    ]
+    kinds = {name: PoolingType.MEAN if name == MULTI_HOT else PoolingType.SUM for name in names or ROWS}
+    return [bag_config(name, ROWS[name], dim, f"{name}_id", pooling=kind) for name, kind in kinds.items()]
 
 
 def counts() -> FrequencyCounts:
@@ -103,9 +81,8 @@ def counts() -> FrequencyCounts:
 
 
 def blocks(dims: dict[str, int] | None = None) -> RowBlocks:
-    """Blocks of all three tables."""
     configs = [config for name in ROWS for config in tables(name, dim=(dims or {}).get(name, 8))]
-    return blocks_from_counts(counts(), configs, num_blocks=3, least_rows=1)
+    return dnis.blocks_from_counts(counts(), configs, num_blocks=3, least_rows=1)
 
 
 @contextmanager
@@ -142,13 +119,6 @@ def features(seed: int = 1) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(keys=[f"{name}_id" for name in ROWS], values=torch.cat(values), lengths=torch.cat(lengths))
 
 
-@dataclass
-class AnyBatch(WholeBatch):
-    """A batch of TorchRec's, and a bag of weighted ids beside it, for models that read a second KeyedJaggedTensor."""
-
-    weighted_features: KeyedJaggedTensor
-
-
 class TwoCollections(nn.Module):
     """Two collections, one of them deep inside a `module` of its own, whose tables have the same D or another."""
 
@@ -159,35 +129,22 @@ class TwoCollections(nn.Module):
         self.over = nn.Linear(2 * dim_of_first + 8, 1)
 
     def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
-        """A logit per sample; the dense features are not used."""
         pooled = [collection(sparse_features).values() for collection in (self.first, self.module["second"])]
         return self.over(torch.cat(pooled, dim=1))
 
 
 def collection() -> EmbeddingBagCollection:
-    """One collection of all three tables."""
     return EmbeddingBagCollection(tables=tables())
 
 
 def dlrm() -> nn.Module:
-    """torchrec's DLRM."""
     return DLRM(collection(), NUM_DENSE, dense_arch_layer_sizes=[4, 8], over_arch_layer_sizes=[4, 1])
-
-
-def dlrm_dcn() -> nn.Module:
-    """torchrec's DLRM_DCN."""
-    return DLRM_DCN(collection(), NUM_DENSE, [4, 8], [4, 1], dcn_num_layers=1, dcn_low_rank_dim=2)
-
-
-def deepfm() -> nn.Module:
-    """torchrec's SimpleDeepFMNN."""
-    return SimpleDeepFMNN(NUM_DENSE, collection(), hidden_layer_size=4, deep_fm_dimension=3)
 
 
 MODELS = {
     "dlrm": dlrm,
-    "dlrm_dcn": dlrm_dcn,
-    "deepfm": deepfm,
+    "dlrm_dcn": lambda: DLRM_DCN(collection(), NUM_DENSE, [4, 8], [4, 1], dcn_num_layers=1, dcn_low_rank_dim=2),
+    "deepfm": lambda: SimpleDeepFMNN(NUM_DENSE, collection(), hidden_layer_size=4, deep_fm_dimension=3),
     "two_collections": TwoCollections,
     "two_dims": lambda: TwoCollections(dim_of_first=4),
     "bare": collection,
@@ -201,7 +158,6 @@ SHARDED_MODELS = [
 
 
 def blocks_for(model: nn.Module) -> RowBlocks:
-    """Blocks that fit the D of each table of a model."""
     configs = [config for config in table_configs(model) if config.name in ROWS]
     return blocks({config.name: config.embedding_dim for config in configs})
 
@@ -303,17 +259,11 @@ def sequence_tables() -> list[EmbeddingConfig]:
     ]
 
 
-def sequence_counts() -> FrequencyCounts:
-    """Counts of both tables: `item` in frequency order, `shop` not."""
-    drawn = torch.randint(0, 9, (SEQUENCE_ROWS["shop"],), generator=torch.Generator().manual_seed(0))
-    return FrequencyCounts({"item": torch.arange(SEQUENCE_ROWS["item"], 0, -1), "shop": drawn}, LONGEST, 60)
-
-
 def sequence_blocks() -> RowBlocks:
-    """Three blocks of each table, by default with rows of alpha of its own."""
-    return blocks_from_counts(
-        sequence_counts(), [as_bags(table) for table in sequence_tables()], num_blocks=3, least_rows=1
-    )
+    """Three blocks of each table; `item` is in frequency order, `shop` not."""
+    drawn = torch.randint(0, 9, (SEQUENCE_ROWS["shop"],), generator=torch.Generator().manual_seed(0))
+    counts = FrequencyCounts({"item": torch.arange(SEQUENCE_ROWS["item"], 0, -1), "shop": drawn}, LONGEST, 60)
+    return dnis.blocks_from_counts(counts, [as_bags(table) for table in sequence_tables()], num_blocks=3, least_rows=1)
 
 
 def sequences(*, prepared: bool = True, need_indices: bool = False) -> nn.ModuleDict:
@@ -333,14 +283,13 @@ def bags_of_one() -> nn.ModuleDict:
 
 
 def _with_alpha(model: nn.ModuleDict, **options: object) -> nn.ModuleDict:
-    prepare_(model, sequence_blocks(), **options)
+    dnis.prepare_(model, sequence_blocks(), **options)
     alpha = wrapper_of(model).alpha.of(DIM)
     alpha.copy_(torch.rand(alpha.shape, generator=torch.Generator().manual_seed(2)))
     return model
 
 
 def wrapper_of(model: nn.Module) -> SoftSelectionModule:
-    """The one wrapper of a model."""
     return next(iter(soft_selection_modules(model).values()))
 
 
@@ -355,7 +304,6 @@ def sequence_features(seed: int, *, of_one: bool = False, size: int = SEQUENCE_B
 
 
 def values_of(output: dict[str, JaggedTensor]) -> Tensor:
-    """The embeddings of all keys, one after the other."""
     return torch.cat([output[key].values() for key in KEYS])
 
 
@@ -365,12 +313,10 @@ class Interest(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.sequences = EmbeddingCollection(tables=sequence_tables())
-        user = EmbeddingBagConfig(name="user", num_embeddings=19, embedding_dim=4, feature_names=["user"])
-        self.users = EmbeddingBagCollection(tables=[user])
+        self.users = EmbeddingBagCollection(tables=[bag_config("user", 19, 4)])
         self.over = nn.Sequential(nn.Linear(3 * DIM + 4, 6), nn.Tanh(), nn.Linear(6, 1))
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """A logit per sample; the dense features are not used."""
         found = self.sequences(sparse_features)
         candidate, shop = (found[f"candidate@{name}"].to_padded_dense(1)[:, 0] for name in ("item", "shop"))
         history, visits = (found[name].to_padded_dense(LONGEST[name]) for name in ("history", "visits"))
@@ -404,7 +350,7 @@ def of_two(z: Tensor, labels: Tensor) -> Tensor:
     return binary_cross_entropy_with_logits(z[:, 0], labels) + 0.3 * mse_loss(z[:, 1], labels)
 
 
-class ClickAndRating(Task):
+class ClickAndRating(dnis.Task):
     """The task of `two_outputs`: names for both columns."""
 
     kinds: Mapping[str, str] = {"click": "binary", "rating": "regression"}
@@ -421,7 +367,6 @@ class ClickAndRating(Task):
 
 
 def two_outputs() -> Interest:
-    """The model with two outputs."""
     model = interest()
     model.over[2] = nn.Linear(6, 2)
     return model
@@ -440,10 +385,9 @@ def make_batch(seed: int, size: int = SEQUENCE_BATCH_SIZE) -> Batch:
 
 
 def blocks_of(model: nn.Module, batches: Iterable[Batch], num_blocks: int = 2) -> RowBlocks:
-    """Blocks of all tables of a plain model, from counts of the batches."""
     tables = table_configs(model)
-    counted = count_frequencies([batch.sparse_features for batch in batches], tables)
-    return blocks_from_counts(counted, tables, num_blocks=num_blocks, least_rows=1)
+    counted = dnis.count_frequencies([batch.sparse_features for batch in batches], tables)
+    return dnis.blocks_from_counts(counted, tables, num_blocks=num_blocks, least_rows=1)
 
 
 @torch.no_grad()
@@ -472,16 +416,14 @@ def rounded(model: Interest, scheme: MixedDimensionScheme) -> Interest:
 
 
 MANAGED_ROWS, MANAGED_DIM, INTERVAL, MANAGED_LONGEST = 40, 16, 2, 3
-USERS = EmbeddingBagConfig(name="user", num_embeddings=MANAGED_ROWS, embedding_dim=MANAGED_DIM, feature_names=["user"])
-ITEMS = EmbeddingBagConfig(
-    name="item", num_embeddings=MANAGED_ROWS, embedding_dim=MANAGED_DIM, feature_names=["item", "history"]
-)
+USERS = bag_config("user", MANAGED_ROWS, MANAGED_DIM)
+ITEMS = bag_config("item", MANAGED_ROWS, MANAGED_DIM, "item", "history")
 RAW = 10**12
 """Raw ids are about so large."""
 
 
-def zch() -> MCHManagedCollisionModule:
-    return MCHManagedCollisionModule(MANAGED_ROWS, CPU, LFU_EvictionPolicy(), INTERVAL)
+def zch() -> mc_modules.MCHManagedCollisionModule:
+    return mc_modules.MCHManagedCollisionModule(MANAGED_ROWS, CPU, mc_modules.LFU_EvictionPolicy(), INTERVAL)
 
 
 def mpzch(device: torch.device = CPU) -> HashZchManagedCollisionModule:
@@ -517,11 +459,9 @@ class StandIn(ManagedCollisionModule):
         return JaggedTensor(torch.tensor(rows, dtype=torch.int64), lengths=bags.lengths())
 
     def output_size(self) -> int:
-        """N of the table."""
         return MANAGED_ROWS
 
     def open_slots(self) -> Tensor:
-        """Rows without an id."""
         return (self._hash_zch_identities == -1).sum()
 
     def evict(self) -> None:
@@ -544,10 +484,11 @@ class Model(nn.Module):
 
     def _make(self, tables: list[EmbeddingBagConfig], kind: Callable[[], ManagedCollisionModule]) -> nn.Module:
         collisions = ManagedCollisionCollection({table.name: kind() for table in tables}, tables)
-        return ManagedCollisionEmbeddingBagCollection(EmbeddingBagCollection(tables=tables), collisions)
+        return mc_embedding_modules.ManagedCollisionEmbeddingBagCollection(
+            EmbeddingBagCollection(tables=tables), collisions
+        )
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Predictions, ``(B,)``."""
         pooled, _ = self.tables(sparse_features)
         return self.linear(pooled.values()).squeeze(1)
 
@@ -559,10 +500,9 @@ class SequenceModel(Model):
         fields = ("name", "num_embeddings", "embedding_dim", "feature_names")
         own = [EmbeddingConfig(**{field: getattr(table, field) for field in fields}) for table in tables]
         collisions = ManagedCollisionCollection({table.name: kind() for table in own}, own)
-        return ManagedCollisionEmbeddingCollection(EmbeddingCollection(tables=own), collisions)
+        return mc_embedding_modules.ManagedCollisionEmbeddingCollection(EmbeddingCollection(tables=own), collisions)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Predictions, ``(B,)``."""
         found, _ = self.tables(sparse_features)
         sums = [found[key].to_padded_dense(MANAGED_LONGEST).sum(1) for key in ("user", "item", "history")]
         return self.linear(torch.cat(sums, dim=1)).squeeze(1)
@@ -609,7 +549,6 @@ def rows_of(model: Model, features: KeyedJaggedTensor) -> dict[str, list[int]]:
 
 
 def joined(batches: list[Batch]) -> Batch:
-    """The samples of several batches in one."""
     keys = batches[0].sparse_features.keys()
     bags = [own.sparse_features.to_dict() for own in batches]
     features = KeyedJaggedTensor(
@@ -624,7 +563,7 @@ def joined(batches: list[Batch]) -> Batch:
 def check_served_as_exported(model: Model, scheme: MixedDimensionScheme, folder: Path, bare: Model) -> Model:
     """An artifact dropped into a bare model maps raw ids, those without a row too, and predicts as the codes do."""
     served = bare.eval()
-    load_model(served, export(model, scheme, folder))
+    dnis.load_model(served, dnis.export(model, scheme, folder))
     later = [*BATCHES, *NEW]
     for own in later:
         assert rows_of(served, own.sparse_features) == rows_of(model, own.sparse_features)
@@ -639,13 +578,7 @@ POSITION_ROWS, POSITION_DIM, POSITION_LONGEST, SIZE = 17, 8, 4, 10
 
 
 def configs() -> list[EmbeddingBagConfig]:
-    """Of the two tables; two features read the first one."""
-    return [
-        EmbeddingBagConfig(
-            name=name, num_embeddings=POSITION_ROWS, embedding_dim=POSITION_DIM, feature_names=list(features)
-        )
-        for name, features in TABLES.items()
-    ]
+    return [bag_config(name, POSITION_ROWS, POSITION_DIM, *features) for name, features in TABLES.items()]
 
 
 class Net(nn.Module):
@@ -664,7 +597,6 @@ class Net(nn.Module):
         self.over = nn.Linear(len(POSITION_FEATURES) * POSITION_DIM, 1)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """A logit per sample; the dense features are not used."""
         pooled = self.e(sparse_features).to_dict()
         return self.over(torch.cat([pooled[name] for name in POSITION_FEATURES], dim=1)).squeeze(1)
 
@@ -682,7 +614,6 @@ POSITION_BATCHES = [position_batch(seed) for seed in range(5)]
 
 
 def position_blocks() -> RowBlocks:
-    """The blocks of both tables."""
     counts = dnis.count_frequencies((own.sparse_features for own in POSITION_BATCHES), configs())
     return dnis.blocks_from_counts(counts, configs(), num_blocks=3, least_rows=1)
 
@@ -737,7 +668,6 @@ class Trained:
         self.optimizer = KeyedOptimizerWrapper(rest, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
 
     def by_itself(self) -> list[float]:
-        """Steps of a loop of its own."""
         losses = []
         for own in self._batches:
             self.optimizer.zero_grad()
@@ -763,13 +693,13 @@ class Trained:
         return losses
 
 
-def recipe(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
+def recipe(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> dnis.Recipe:
     """The recipe function, as the command line finds it: ``tests.models:recipe``."""
     del data, seed, embedding_dim
     splits = [Repeatable([position_batch(100 * split + step) for step in range(4)]) for split in range(4)]
-    return Recipe(
+    return dnis.Recipe(
         model=Net(),
-        data=DataSplits(train=splits[0], validation=splits[1], selection=splits[2], test=splits[3]),
+        data=dnis.DataSplits(train=splits[0], validation=splits[1], selection=splits[2], test=splits[3]),
         loss=nn.BCEWithLogitsLoss(),
         table_optimizer="rowwise_adagrad",
         table_learning_rate=1e-2,
@@ -855,6 +785,5 @@ def caches_of(model: nn.Module) -> list[Cache]:
 
 
 def fused_kernels(model: nn.Module) -> list[BatchedFusedEmbeddingBag]:
-    """This rank's."""
     parts = (part for lookup in lookups(model) for part in lookup.modules())
     return [part for part in parts if isinstance(part, BatchedFusedEmbeddingBag)]

@@ -1,7 +1,5 @@
 """What processes of tests need and would each import for themselves, in seconds; the server that forks them has it."""
 
-from __future__ import annotations
-
 import gc
 from importlib import import_module
 

@@ -1,7 +1,5 @@
 """The program in processes of tests, storage that they share, and code of Markdown pages as tests run it."""
 
-from __future__ import annotations
-
 import io
 import multiprocessing
 import os
@@ -65,7 +63,6 @@ class Started:
     stderr: Path
 
     def send_signal(self, number: int) -> None:
-        """Sends it a signal."""
         os.kill(self.process.pid, number)
 
     def ended(self, timeout: float) -> tuple[int | None, str, str]:
@@ -94,7 +91,6 @@ def start(folder: Path, code: str, *arguments: object, cwd: Path = ROOT, **varia
 
 
 def start_dnis(folder: Path, *arguments: object, **variables: str) -> Started:
-    """Starts `dnis` in the root of the project."""
     return start(folder, MAIN, *arguments, **variables)
 
 

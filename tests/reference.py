@@ -1,7 +1,5 @@
 """Oracles: plain loops, in float64 where it matters, obviously right; fast code is tested against them."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +19,7 @@ from dnis_torchrec.artifact.load import ArtifactFolder, exact_rows, read_scheme
 from dnis_torchrec.artifact.write import write_artifact
 from dnis_torchrec.blocks.codes import WIDTHS, feedback_of
 from dnis_torchrec.blocks.routing import RowRouting
-from dnis_torchrec.ops.build import NO_COMPILE
+from dnis_torchrec.ops.build import LOOKUPS, NO_COMPILE
 from dnis_torchrec.scheme import FORMS, MixedDimensionScheme, TableScheme
 from dnis_torchrec.selection.shards import TableShard, collections, local_shards
 from dnis_torchrec.selection.torchrec import writing_to_tables
@@ -32,7 +30,6 @@ Bags = list[list[int]]
 
 
 def load_dense_state(path: Path) -> dict[str, Tensor]:
-    """What an artifact holds of a model beside its tables."""
     return ArtifactFolder(path).tensors("dense_state")
 
 
@@ -254,6 +251,17 @@ def lookups(compiled: bool) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def limited(limit: str) -> Iterator[None]:
+    """Lookups run on an instruction set, or on the widest that there is below."""
+    widest = LOOKUPS.instruction_set()
+    LOOKUPS.instruction_set(limit=limit)
+    try:
+        yield
+    finally:
+        LOOKUPS.instruction_set(limit=widest)
+
+
 @dataclass
 class Case:
     """Pruned dense tables, their scheme, and bags to look up: feature -> bags -> (id, weight)."""
@@ -264,7 +272,6 @@ class Case:
     id_dtype: torch.dtype
 
     def kjt(self) -> KeyedJaggedTensor:
-        """The bags as TorchRec takes them."""
         weighted = next(iter(self.scheme.tables.values())).is_weighted
         return keyed_jagged_tensor(self.bags, weighted=weighted, id_dtype=self.id_dtype)
 
@@ -559,8 +566,6 @@ def scheme_of(
 
 
 class StraightThrough:
-    """What trains in codes has to come to."""
-
     def __init__(self, scheme: MixedDimensionScheme, tables: Mapping[str, Tensor]) -> None:
         self.scheme = scheme
         self.latents = {name: nn.Parameter(weight.clone()) for name, weight in tables.items()}
@@ -626,8 +631,6 @@ def distance(outputs: Mapping[str, Tensor]) -> Tensor:
 def loss_by_hand(
     tables: list[EmbeddingBagConfig], features: KeyedJaggedTensor
 ) -> Callable[[Mapping[str, Tensor]], Tensor]:
-    """The loss as a function of all tables."""
-
     def loss(weights: Mapping[str, Tensor]) -> Tensor:
         return distance(
             {name: pooled(weights[t.name], features, name, t.pooling) for t in tables for name in t.feature_names}
@@ -637,7 +640,6 @@ def loss_by_hand(
 
 
 def shards_of(model: nn.Module) -> list[TableShard]:
-    """All local shards."""
     return [shard for module in collections(get_unwrapped_module(model)).values() for shard in local_shards(module)]
 
 
@@ -650,7 +652,6 @@ def tables_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def without_codes(scheme: MixedDimensionScheme) -> MixedDimensionScheme:
-    """The same, as pruning leaves it."""
     bare = {"bits": None, "scale": None, "shift": None}
     return MixedDimensionScheme({name: replace(table, **bare) for name, table in scheme.tables.items()})
 

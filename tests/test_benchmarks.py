@@ -1,7 +1,5 @@
 """Each benchmark runs in small, and writes what it promises. No assertion here looks at a clock."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -11,7 +9,7 @@ import torch
 
 from benchmarks import compress_scale, compress_time, deltas, one_pass, plain_grid, serving, step_time
 from benchmarks.compress_scale import PARTS
-from benchmarks.gpu.figures import FIGURES, RESULTS, Line, read_lines
+from benchmarks.gpu.figures import FIGURES, RESULTS, read_lines
 from benchmarks.gpu.schedule import Step, run_steps
 from benchmarks.gpu.step import run_step
 from benchmarks.plain_grid import FILE, Point, read_runs
@@ -134,11 +132,6 @@ def names_in(folder: Path, step: str) -> set[str]:
     return {line["name"] for line in read_lines(folder) if line["step"] == step and "name" in line}
 
 
-def ends_in(folder: Path) -> dict[str, Line]:
-    """Step -> how it ended."""
-    return {line["step"]: line for line in read_lines(folder) if "outcome" in line}
-
-
 def test_steps_that_fail_crash_or_hang_cost_no_other_its_figures(tmp_path: Path) -> None:
     note = f"open({str(tmp_path / FIGURES)!r}, 'a').write('{{}}\\n')".replace(
         "{}", '{"step": "STEP", "name": "one", "value": 1, "unit": "", "of": {}}'
@@ -147,7 +140,7 @@ def test_steps_that_fail_crash_or_hang_cost_no_other_its_figures(tmp_path: Path)
     codes = {name: f"{note.replace('STEP', name)}; {code}" for name, code in codes.items()}
     steps = [Step(name=name, share=1.0 if name == "hangs" else 20.0) for name in codes]
     run_steps(steps, tmp_path, 60.0, lambda name: [*PYTHON, codes[name]])
-    ends = ends_in(tmp_path)
+    ends = {line["step"]: line for line in read_lines(tmp_path) if "outcome" in line}
     assert {name: end["outcome"] for name, end in ends.items()} == {
         "fails": "failed with code 1",
         "crashes": "crashed by SIGSEGV",

@@ -1,7 +1,5 @@
 """The wording of errors, an environment that goes together, and dependencies that keep their troubles to themselves."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 Nothing is downloaded: the clean environment sees the packages of this one, but not the project's editable install.
 """
 
-from __future__ import annotations
-
 import email
 import os
 import re

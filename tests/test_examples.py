@@ -1,14 +1,12 @@
 """Examples: data sets, models and recipes, against naive formulas, their files, and what damages them."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import logging
 import re
 from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -36,22 +34,10 @@ from dnis_torchrec.data.batches import Bags, BatchParts, InMemoryBatches, Rankin
 from dnis_torchrec.data.parquet import FileBatches
 from dnis_torchrec.data.task import RANKING_KS
 from dnis_torchrec.search.prune import uncompressed_scheme
-from dnis_torchrec.search.search import search
 from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.serving import ServedEmbeddingCollection, load_operator
 from dnis_torchrec.training.evaluate import evaluate
-from examples import (
-    amazon_sequences,
-    amazon_sports,
-    criteo,
-    criteo_stream,
-    lastfm_tags,
-    models,
-    movielens,
-    ncf,
-    streams,
-    synthetic,
-)
+from examples import amazon_sequences, amazon_sports, criteo, criteo_stream, lastfm_tags, models, movielens, ncf
 from examples import anime as anime_recipes
 from examples.datasets import synthetic as planted
 from examples.datasets.amazon_sequences import SequenceBatches, load_sequences
@@ -67,6 +53,8 @@ from examples.datasets.text_files import read_table
 from examples.models import sequential
 from examples.movielens_tasks import RATING_SHARE, ClickAndRating, mmoe
 from examples.own_data import draw_frame, recipe
+from examples.streams import amazon, lastfm
+from examples.synthetic import demo
 from tests.conftest import DATA
 
 NUM_RATINGS = 400
@@ -367,7 +355,7 @@ RECIPES: dict[str, Callable[..., dnis.Recipe]] = {
     **{f"anime:{name}": getattr(anime_recipes, name) for name in ("mf", "fm")},
     **{f"amazon_sports:{name}": getattr(amazon_sports, name) for name in ("fm", "deepfm")},
     **{f"lastfm_tags:{name}": getattr(lastfm_tags, name) for name in ("fm", "deepfm", "dlrm")},
-    "synthetic:demo": synthetic.demo,
+    "synthetic:demo": demo,
 }
 EACH_MODEL = [
     *(f"movielens:{name}" for name in OF_MOVIELENS),
@@ -393,10 +381,9 @@ def build(request: pytest.FixtureRequest, data: Path) -> Callable[..., dnis.Reci
     return lambda **arguments: RECIPES[name](folder, **arguments)
 
 
-@pytest.mark.parametrize("name", ["lastfm", "amazon"])
-def test_streams_give_all_samples_in_the_order_of_time(name: str, data: Path):
-    by_time = {"lastfm": lastfm_tags, "amazon": amazon_sports}[name].fm_by_time(data)
-    recipe = getattr(streams, name)(data)
+@pytest.mark.parametrize(("build", "of_splits"), [(lastfm, lastfm_tags.fm_by_time), (amazon, amazon_sports.fm_by_time)])
+def test_streams_give_all_samples_in_the_order_of_time(build: Callable, of_splits: Callable, data: Path):
+    by_time, recipe = of_splits(data), build(data)
     assert recipe.is_stream
     labels = torch.cat([batch.labels for part in splits_of(by_time)[2:] for batch in part])
     assert torch.cat([batch.labels for batch in recipe.data])[-len(labels) :].equal(labels)
@@ -600,68 +587,45 @@ def build_model(name: str, **scalars: tuple[str, ...]) -> nn.Module:
     return OF_FIELDS[name](models.build_tables(ROWS, DIM, init_std=0.3, **scalars), initial_bias=0.5)
 
 
-def perceptron(tower: nn.Module, inputs: list[float]) -> list[float]:
-    """ReLU layers, neuron by neuron."""
+def perceptron(tower: nn.Module, inputs: Tensor) -> Tensor:
     for layer in tower._mlp:
-        weight, bias = layer._linear.weight.tolist(), layer._linear.bias.tolist()
-        inputs = [
-            max(0.0, b + sum(w * x for w, x in zip(row, inputs, strict=True)))
-            for row, b in zip(weight, bias, strict=True)
-        ]
+        inputs = (layer._linear.weight @ inputs + layer._linear.bias).clamp(min=0)
     return inputs
 
 
-def linear(layer: nn.Linear, inputs: list[float]) -> float:
-    bias = 0.0 if layer.bias is None else float(layer.bias)
-    return bias + sum(w * x for w, x in zip(layer.weight[0].tolist(), inputs, strict=True))
-
-
-def dot(left: list[float], right: list[float]) -> float:
-    return sum(a * b for a, b in zip(left, right, strict=True))
-
-
-def pooled(collection: EmbeddingBagCollection, table: str, bag: list[tuple[int, float]]) -> list[float]:
+def pooled(collection: EmbeddingBagCollection, table: str, bag: list[tuple[int, float]]) -> Tensor:
     weight = collection.embedding_bags[table].weight
-    total = [0.0] * weight.shape[1]
-    for row, value in bag:
-        total = [t + value * w for t, w in zip(total, weight[row].tolist(), strict=True)]
-    return total
+    return sum((value * weight[row] for row, value in bag), torch.zeros(weight.shape[1]))
 
 
-def naive(model: nn.Module, sample: Sample) -> float:
-    """The model's formula for one sample, without a tensor operation."""
+def naive(model: nn.Module, sample: Sample) -> Tensor:
+    """The model's formula for one sample, row by row."""
     tables = model.embedding_bag_collection
     if isinstance(model, models.MatrixFactorization):
-        biases = sum(float(model.biases.biases[name].weight[sample[name][0][0]]) for name in PAIR)
-        return 0.5 + biases + dot(*(pooled(tables, name, sample[name]) for name in PAIR))
+        biases = sum(model.biases.biases[name].weight[sample[name][0][0]] for name in PAIR)
+        left, right = (pooled(tables, name, sample[name]) for name in PAIR)
+        return 0.5 + biases + left @ right
     if isinstance(model, models.MultiLayerPerceptron):
-        both = pooled(tables, "user", sample["user"]) + pooled(tables, "movie", sample["movie"])
-        return linear(model.over, perceptron(model.tower, both))
+        both = torch.cat([pooled(tables, name, sample[name]) for name in PAIR])
+        return model.over(perceptron(model.tower, both))
     if isinstance(model, models.NeuMF):
         left, right = (pooled(tables, f"gmf_{name}", sample[name]) for name in PAIR)
-        product = [a * b for a, b in zip(left, right, strict=True)]
-        both = pooled(tables, "mlp_user", sample["user"]) + pooled(tables, "mlp_movie", sample["movie"])
-        return linear(model.over, product + perceptron(model.tower, both))
-    return naive_of_fields(model, sample)
-
-
-def naive_of_fields(model: nn.Module, sample: Sample) -> float:
-    tables, first_rows, start = model.embedding_bag_collection, {}, 0
-    table_of = {}
+        both = torch.cat([pooled(tables, f"mlp_{name}", sample[name]) for name in PAIR])
+        return model.over(torch.cat([left * right, perceptron(model.tower, both)]))
+    first_rows, start, table_of = {}, 0, {}
     for config in tables.embedding_bag_configs():
         first_rows[config.name] = start
         start += config.num_embeddings
         table_of |= dict.fromkeys(config.feature_names, config.name)
-    logit = float(model.first_order.bias)
+    logit = model.first_order.bias
     for name, bag in sample.items():
         for row, value in bag:
-            logit += value * float(model.first_order.weights[first_rows[table_of[name]] + row])
+            logit = logit + value * model.first_order.weights[first_rows[table_of[name]] + row]
     fields = [pooled(tables, table_of[name], sample[name]) for name in table_of]
     if not isinstance(model, models.WideDeep):
-        logit += sum(dot(a, b) for i, a in enumerate(fields) for b in fields[:i])
+        logit = logit + sum(a @ b for i, a in enumerate(fields) for b in fields[:i])
     if not isinstance(model, models.FactorizationMachine):
-        hidden = perceptron(model.deep[0], [value for field in fields for value in field])
-        logit += linear(model.deep[1], hidden)
+        logit = logit + model.deep[1](perceptron(model.deep[0], torch.cat(fields)))
     return logit
 
 
@@ -669,12 +633,10 @@ def samples_of(features: KeyedJaggedTensor) -> list[Sample]:
     """What a KJT holds, sample by sample."""
     samples: list[Sample] = [{} for _ in range(features.stride())]
     for name, bags in features.to_dict().items():
-        weights = bags.weights_or_none()
-        values = [1.0] * len(bags.values()) if weights is None else weights.tolist()
-        pairs = list(zip(bags.values().tolist(), values, strict=True))
-        cuts = bags.offsets().tolist()
-        for sample, start, end in zip(samples, cuts[:-1], cuts[1:], strict=True):
-            sample[name] = pairs[start:end]
+        rows = bags.to_dense()
+        weights = bags.to_dense_weights() if bags.weights_or_none() is not None else map(torch.ones_like, rows)
+        for sample, of_bag, values in zip(samples, rows, weights, strict=True):
+            sample[name] = list(zip(of_bag.tolist(), values.tolist(), strict=True))
     return samples
 
 
@@ -686,29 +648,17 @@ def randomised(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("name", OF_PAIRS)
-def test_models_of_pairs_equal_their_formula(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "scalars"), [*((name, ()) for name in OF_PAIRS), *product(OF_FIELDS, [(), SCALAR_NAMES])]
+)
+def test_models_equal_their_formula(name: str, scalars: tuple[str, ...]) -> None:
     torch.manual_seed(0)
-    model = randomised(build_model(name))
-    batch = one_batch(multi_hot=False)
-    assert_equals_formula(model, batch)
-
-
-@pytest.mark.parametrize("name", OF_FIELDS)
-@pytest.mark.parametrize("scalars", [False, True], ids=["ids", "weighted"])
-def test_models_of_fields_equal_their_formula(name: str, scalars: bool) -> None:
-    torch.manual_seed(0)
-    model = randomised(build_model(name, scalar_names=SCALAR_NAMES if scalars else ()))
-    assert model.embedding_bag_collection.is_weighted() == scalars
-    batch = one_batch(multi_hot=True, scalars=scalars)
-    assert (models.SCALARS in model.embedding_bag_collection.embedding_bags) == scalars
-    assert_equals_formula(model, batch)
-
-
-def assert_equals_formula(model: nn.Module, batch: Batch) -> None:
+    model = randomised(build_model(name, **({"scalar_names": scalars} if scalars else {})))
+    tables, batch = model.embedding_bag_collection, one_batch(multi_hot=name in OF_FIELDS, scalars=bool(scalars))
+    assert tables.is_weighted() == (models.SCALARS in tables.embedding_bags) == bool(scalars)
     model.requires_grad_(False)
     found = model(dense_features=batch.dense_features, sparse_features=batch.sparse_features)
-    want = [naive(model, sample) for sample in samples_of(batch.sparse_features)]
+    want = [float(naive(model, sample)) for sample in samples_of(batch.sparse_features)]
     assert found.shape == (NUM_SAMPLES,)
     assert found.tolist() == pytest.approx(want, abs=1e-5)
     assert float(found.std()) > 0.1
@@ -906,14 +856,9 @@ class TestNeuMFTopK:
         assert not same_weights(same, other)
 
 
-def columns_of(samples: Samples) -> dict[str, torch.Tensor]:
-    """Feature -> ids ``(n / 3, 3)``, a review and its negatives beside each other."""
-    return {name: samples.ids[:, i].view(-1, 3) for i, name in enumerate(samples.feature_names)}
-
-
 def test_every_review_has_two_items_that_its_user_never_reviewed(data: Path) -> None:
     samples = load_amazon_sports(data, seed=0)
-    columns = columns_of(samples)
+    columns = {name: samples.ids[:, i].view(-1, 3) for i, name in enumerate(samples.feature_names)}
     assert samples.labels.view(-1, 3).tolist() == [[1, 0, 0]] * len(REVIEWED)
     assert (columns["user"] == columns["user"][:, :1]).all()
     positives = set(zip(columns["user"][:, 0].tolist(), columns["item"][:, 0].tolist(), strict=True))
@@ -947,9 +892,8 @@ def test_fields_come_with_the_item_drawn_or_not(data: Path) -> None:
 
 def test_negatives_are_in_the_split_of_their_review(data: Path) -> None:
     samples, recipe = load_amazon_sports(data, seed=3), amazon_sports.fm(data, seed=3, embedding_dim=2)
-    splits = [recipe.data.train, recipe.data.validation, recipe.data.selection, recipe.data.test]
     parts = split_rows(690, seed=3, group_size=3)
-    assert [split.rows.tolist() for split in splits] == [part.tolist() for part in parts]
+    assert [split.rows.tolist() for split in splits_of(recipe)] == [part.tolist() for part in parts]
     for part in parts:
         assert (part.view(-1, 3) == part.view(-1, 3)[:, :1] + torch.arange(3)).all()
     batch = next(iter(recipe.data.test))
@@ -1046,7 +990,6 @@ def _lists(bags: Bags) -> list[list[int]]:
 
 
 def _samples(batches: Iterable[Batch]) -> tuple[Tensor, list[list[int]], list[list[int]]]:
-    """Labels, candidates and histories of all samples."""
     labels, candidates, histories = [], [], []
     for batch in batches:
         labels.append(batch.labels)
@@ -1140,14 +1083,14 @@ def test_the_loss_of_next_items_is_the_mean_over_candidates_and_the_last_is_judg
 
 
 @pytest.mark.parametrize("name", ["din", "sasrec"])
-def test_a_recipe_is_compressed_and_searched(name: str, data: Path, tmp_path, monkeypatch, gloo) -> None:
+def test_a_recipe_is_compressed_and_searched(name: str, data: Path, monkeypatch, gloo) -> None:
     monkeypatch.setattr(amazon_sequences, "BATCH_SIZE", 64)
     monkeypatch.setattr(amazon_sequences, "NUM_QUERIES", 3)
     monkeypatch.setattr(amazon_sequences, "NUM_RANKED", 12)
     recipe = getattr(amazon_sequences, name)(data, embedding_dim=8)
     metrics = evaluate(dnis.TrainTask(recipe.model, recipe.task), recipe.data.test, recipe.task, CPU)
     assert ("auc" if name == "din" else "ndcg@10") in metrics
-    outcome = search(recipe, 2.0, tmp_path / "run", CPU, settings=SearchSettings(num_blocks=2, epochs=1, patience=1))
+    outcome = dnis.search(recipe, 2.0, settings=SearchSettings(num_blocks=2, epochs=1, patience=1))
     assert outcome.scheme.tables["item"].pooling == "none"
     fresh = getattr(amazon_sequences, name)(data, embedding_dim=8)
     dnis.compress(fresh.model, fresh.data.train, loss=fresh.task, compression=2.0)
@@ -1255,8 +1198,7 @@ def stream_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_recipe_trains_on_all_of_the_stream(stream_data: Path) -> None:
     recipe = criteo_stream.dlrm(stream_data, seed=0, embedding_dim=4)
-    splits = [recipe.data.train, recipe.data.validation, recipe.data.selection, recipe.data.test]
-    assert sum(split.num_samples for split in splits) == STREAM_ROWS
+    assert sum(split.num_samples for split in splits_of(recipe)) == STREAM_ROWS
     batch = next(iter(recipe.data.train))
     assert batch.dense_features.shape == (16, 13)
     assert len(batch.sparse_features.keys()) == 26
@@ -1474,7 +1416,7 @@ REFUSED: list[tuple[Callable[[Path], object], str]] = [
     (lambda f: tab_separated(f, label="stars"), "stars"),
     (lambda f: tab_separated(f, user="colour"), "colour"),
     (other_text, "anime.tsv"),
-    (synthetic.demo, "data folder"),
+    (demo, "data folder"),
     (lambda f: wrong_checkpoint(f, lambda w: w.pop("over_arch.model.1.bias")), "over_arch.model.1.bias"),
     (lambda f: wrong_checkpoint(f, lambda w: w.update(extra=torch.zeros(1))), "extra"),
     (lambda f: wrong_checkpoint(f, lambda w: w.update({CAT_4: torch.zeros(2, 8)})), "cat_4"),

@@ -1,7 +1,5 @@
 """The paper as published: its gradients, its pruning value by value and its sparse tables, against oracles."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

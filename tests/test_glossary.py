@@ -1,7 +1,5 @@
 """One word has one meaning: in the pages, and in the docstrings of the face."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from pathlib import Path

@@ -4,8 +4,6 @@ A row is a way in: it compresses, and writes what each way out needs, in a proce
 fresh process that has those files alone. Where a cell is refused, the remedy of the error is executed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -222,10 +220,6 @@ WAYS_IN: dict[str, Callable[[Files], None]] = {
 # ---- ways out
 
 
-def through_artifact(files: Files) -> Tensor:
-    return predict(files.read())
-
-
 def through_state_dict(files: Files) -> Tensor:
     model = files.of_twin()
     model.load_state_dict(torch.load(files.folder / "state", weights_only=True))
@@ -261,18 +255,14 @@ def through_raw_rows(files: Files) -> Tensor:
     return predictor(columns)
 
 
-def through_torchrec_inference(files: Files) -> Tensor:
-    """TorchRec quantizes what it knows: no packed table."""
-    return predict(quantize_inference_model(files.read()))
-
-
 WAYS_OUT: dict[str, Callable[[Files], Tensor]] = {
-    "artifact": through_artifact,
+    "artifact": lambda files: predict(files.read()),
     "state_dict": through_state_dict,
     "DCP": through_dcp,
     "torch.export": through_torch_export,
     "TorchScript": through_torchscript,
-    "quantize_inference_model": through_torchrec_inference,
+    # TorchRec quantizes what it knows: no packed table
+    "quantize_inference_model": lambda files: predict(quantize_inference_model(files.read())),
 }
 
 

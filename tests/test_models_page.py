@@ -1,7 +1,5 @@
 """docs/models.md: each of its rows is wrapped, searched, merged, compressed and served by its own code, or refused."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -28,26 +26,18 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 import dnis_torchrec as dnis
 from dnis_torchrec.allocation.compress import packed_collections
+from dnis_torchrec.data.batches import WholeBatch
 from dnis_torchrec.selection.shards import table_configs_of, tables_named_apart
 from dnis_torchrec.serving import PackedEmbeddingBagCollection, ServedEmbeddingCollection
 from examples import models
 from examples.models.sequential import DeepInterestNetwork, SelfAttentiveRecommender, build_sequence_table
 from tests.clients import DENSE, EASY_REC, GroupBatch, build_script_model, run_script, to_groups
-from tests.models import (
-    AnyBatch,
-    collections,
-    replace_,
-    rounded,
-    shard_densely,
-    table_configs,
-    tables_of,
-    trained,
-    unshard_,
-)
+from tests.models import collections, replace_, rounded, shard_densely, table_configs, tables_of, trained, unshard_
 from tests.programs import blocks, table_rows
 from tests.selection.test_plan import TwoDimensional
 from tests.selection.test_shards import model_with
 from tests.selection.test_shards import one_blocks as blocks_of_unsupported
+from tests.tiny import bag_config
 
 SIZE, LONGEST, DIM, NUM_DENSE = 32, 4, 8, 4
 ROWS = {"user": 120, "item": 160, "genre": 20}
@@ -56,6 +46,13 @@ BAGS = {"user": (1, 1), "item": (1, 1), "genre": (0, 3), "history": (1, LONGEST)
 READS = {"user": ROWS["user"], "item": ROWS["item"], "genre": ROWS["genre"]} | dict.fromkeys(
     ("history", "candidate"), ROWS["item"]
 )
+
+
+@dataclass
+class AnyBatch(WholeBatch):
+    """A batch of TorchRec's, and a bag of weighted ids beside it, for models that read a second KeyedJaggedTensor."""
+
+    weighted_features: KeyedJaggedTensor
 
 
 def make_batch(seed: int, *, is_weighted: bool = False, is_rated: bool = False) -> AnyBatch:
@@ -82,17 +79,10 @@ def table(
     name: str, features: Sequence[str] = (), *, dim: int = DIM, pooling: PoolingType = PoolingType.SUM, rows: str = ""
 ) -> EmbeddingBagConfig:
     """A pooled table, of the rows of `rows`, read by the feature of its name unless told otherwise."""
-    return EmbeddingBagConfig(
-        name=name,
-        num_embeddings=ROWS[rows or name],
-        embedding_dim=dim,
-        feature_names=list(features or [name]),
-        pooling=pooling,
-    )
+    return bag_config(name, ROWS[rows or name], dim, *features, pooling=pooling)
 
 
 def bags(*tables: EmbeddingBagConfig, is_weighted: bool = False) -> EmbeddingBagCollection:
-    """A collection: of users, items and genres if no tables are given."""
     return EmbeddingBagCollection(tables=list(tables) or [table(name) for name in ROWS], is_weighted=is_weighted)
 
 
@@ -105,7 +95,6 @@ class Pooled(nn.Module):
         self.over = nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, 1))
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Logits; the dense features are not used."""
         pooled = [collection(sparse_features).values() for collection in self.collections]
         return self.over(torch.cat(pooled, dim=1)).squeeze(1)
 
@@ -120,7 +109,6 @@ class TwoTowers(nn.Module):
         self.of_query, self.of_candidate = MLP(2 * DIM, [DIM, 6]), MLP(DIM, [DIM, 6])
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """The dot product of each pair; the dense features are not used."""
         query = self.of_query(self.query(sparse_features).values())
         return (query * self.of_candidate(self.candidate(sparse_features).values())).sum(1)
 
@@ -134,7 +122,6 @@ class FirstOrder(nn.Module):
         self.singles = bags(*(table(f"{name}_weight", [name], dim=1, rows=name) for name in ("user", "item")))
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Logits; the dense features are not used."""
         pairs = self.pairs(sparse_features)
         return self.singles(sparse_features).values().sum(1) + (pairs["user"] * pairs["item"]).sum(1)
 
@@ -154,19 +141,16 @@ def sparse_nn(**options: object) -> nn.Module:
 
 
 def towers(kind: type[nn.Module]) -> nn.Module:
-    """TorchRec's test models of embedding towers, which want four tables."""
     tables = [table("user"), table("item"), table("history", ["history"], rows="item"), table("genre")]
     return kind(tables, NUM_DENSE, [table("scored", rows="genre")])
 
 
 def both_kinds() -> nn.Module:
-    """TorchRec's test model that holds pooled tables and sequences."""
     histories = EmbeddingConfig(name="item", num_embeddings=ROWS["item"], embedding_dim=DIM, feature_names=["history"])
     return of_torchrec.TestMixedEmbeddingSparseArch([table("user"), table("genre"), histories], NUM_DENSE)
 
 
 def multi_task() -> nn.Module:
-    """A click and a rating."""
     return models.MultiGateMixtureOfExperts(bags(), {"click": 0.0, "rating": 3.5}, num_experts=2, expert_size=6)
 
 
@@ -257,7 +241,6 @@ def run(code: str, names: dict[str, Any]) -> None:
 
 
 def num_lines(*names: str) -> int:
-    """Lines of code."""
     return sum(bool(line.strip()) for name in names for line in CODE[name].splitlines())
 
 

@@ -1,7 +1,5 @@
 """Rivals: what each serves takes the bytes it says, and is what its method promises."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """examples/torcheasyrec.py: from a checkpoint of TorchEasyRec's kind to packed tables, with its INT8 beside them."""
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from dataclasses import dataclass, field
@@ -60,7 +58,6 @@ def wrapped() -> nn.ModuleDict:
 
 
 def theirs(seed: int) -> Batch:
-    """A batch of theirs."""
     batch = make_batch(seed)
     size = len(batch.labels)
     lengths = batch.sparse_features["history"].lengths()

@@ -3,8 +3,6 @@
 Dry runs start nothing. Those of docs/launching.md are read from it and run from a folder outside of the project.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """A small recipe that trains in a second, one of two tasks, and what searches and artifacts of them leave behind."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
@@ -85,19 +83,18 @@ def make_batch(size: int, seed: int, *, empty_bags: bool = True) -> Batch:
     return Batch(dense_features=dense, sparse_features=features, labels=labels)
 
 
+def bag_config(
+    name: str, rows: int, dim: int, *features: str, pooling: PoolingType = PoolingType.SUM
+) -> EmbeddingBagConfig:
+    """A config, read by the feature of its name unless others are given."""
+    shape = {"num_embeddings": rows, "embedding_dim": dim, "pooling": pooling}
+    return EmbeddingBagConfig(name=name, feature_names=list(features or [name]), **shape)
+
+
 def make_collection(embedding_dim: int = EMBEDDING_DIM, *, is_weighted: bool = False) -> EmbeddingBagCollection:
-    """Two tables, SUM and MEAN."""
     tables = [
-        EmbeddingBagConfig(
-            name="user", num_embeddings=ROWS["user"], embedding_dim=embedding_dim, feature_names=["user"]
-        ),
-        EmbeddingBagConfig(
-            name="genre",
-            num_embeddings=ROWS["genre"],
-            embedding_dim=embedding_dim,
-            feature_names=["genre"],
-            pooling=PoolingType.MEAN,
-        ),
+        bag_config("user", ROWS["user"], embedding_dim),
+        bag_config("genre", ROWS["genre"], embedding_dim, pooling=PoolingType.MEAN),
     ]
     return EmbeddingBagCollection(tables=tables, is_weighted=is_weighted)
 
@@ -136,7 +133,6 @@ def splits_of(make: Callable[[int, int], Batch], test: list[Batch]) -> DataSplit
 def make_recipe(
     kind: str = "dlrm", *, seed: int = 0, embedding_dim: int | None = None, optimizer: str = "adam"
 ) -> Recipe:
-    """The recipe."""
     torch.manual_seed(seed)
     model = make_model(kind, embedding_dim or EMBEDDING_DIM)
     return Recipe(
@@ -174,14 +170,7 @@ class TwoTasks(nn.Module):
     def __init__(self, embedding_dim: int = EMBEDDING_DIM) -> None:
         super().__init__()
         self.users, self.genres = (
-            EmbeddingBagCollection(
-                tables=[
-                    EmbeddingBagConfig(
-                        name=name, num_embeddings=ROWS[name], embedding_dim=embedding_dim, feature_names=[name]
-                    )
-                ]
-            )
-            for name in ROWS
+            EmbeddingBagCollection(tables=[bag_config(name, rows, embedding_dim)]) for name, rows in ROWS.items()
         )
         self.towers = nn.ModuleDict(
             {name: nn.Sequential(nn.Linear(2 * embedding_dim, 8), nn.Tanh(), nn.Linear(8, 1)) for name in TASKS}
@@ -228,7 +217,6 @@ def two_sided(size: int, seed: int, *, empty_bags: bool = True) -> TwoSidedBatch
 
 
 def tasks_make_recipe(*, seed: int = 0, embedding_dim: int | None = None, **fields: Any) -> Recipe:
-    """The recipe of two tasks."""
     torch.manual_seed(seed)
     data = splits_of(two_sided, [two_sided(64, 300), two_sided(63, 301)])
     given = {"loss": ClickAndRating(), "table_learning_rate": 1e-2, "dense_learning_rate": 1e-2, "embedding_l2": 1e-3}
@@ -251,14 +239,11 @@ def deepfm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None
 
 
 class DotProduct(nn.Module):
-    """Nothing but tables: what two features pool to, multiplied and added up."""
-
     def __init__(self, tables: nn.Module) -> None:
         super().__init__()
         self.tables = tables
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """``(B,)``; dense features are not read."""
         pooled = self.tables(sparse_features)
         return (pooled["user"] * pooled["genre"]).sum(dim=1)
 
@@ -439,8 +424,6 @@ def draw(num_samples: int, seed: int = 0) -> list[FileSample]:
 
 
 def write_text(path: Path, samples: Sequence[FileSample], *, last_newline: bool = True) -> Path:
-    """The samples as tab separated text without a header."""
-
     def line(sample: FileSample) -> str:
         x0, x1 = ("" if x is None else str(x) for x in sample.x)
         return "\t".join([str(sample.y), x0, "zzz", sample.a or "", sample.b or "", x1, ",".join(sample.tags)])

@@ -35,13 +35,10 @@ class Value(np.ndarray):
 
 
 def value(numbers: Any, dtype: Any = None) -> Value:
-    """Wraps numbers."""
     return np.asarray(numbers, dtype=dtype).view(Value)
 
 
 class PointerType:
-    """`tl.pointer_type(dtype)`."""
-
     def __init__(self, dtype: Any) -> None:
         self.dtype = np.dtype(dtype)
 
@@ -79,7 +76,6 @@ class Memory:
         return tensor, found
 
     def read(self, addresses: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        """The numbers there."""
         tensor, found = self.bytes_at(addresses, dtype.itemsize)
         numbers = np.empty(len(addresses), dtype)
         for index, (memory, places) in zip(np.unique(tensor), found, strict=True):
@@ -87,7 +83,6 @@ class Memory:
         return numbers
 
     def write(self, addresses: np.ndarray, numbers: np.ndarray) -> None:
-        """Puts numbers there."""
         tensor, found = self.bytes_at(addresses, numbers.itemsize)
         for index, (memory, places) in zip(np.unique(tensor), found, strict=True):
             memory[places] = np.ascontiguousarray(numbers[tensor == index]).view(np.uint8).reshape(places.shape)

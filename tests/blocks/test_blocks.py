@@ -1,7 +1,5 @@
 """Counts, blocks, where a row lies, values in k bits, and hashes of raw values: against counts by hand."""
 
-from __future__ import annotations
-
 import bisect
 import re
 from collections import Counter
@@ -22,21 +20,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.allocation.compress import measure_
 from dnis_torchrec.blocks import NUM_BLOCKS
+from dnis_torchrec.blocks import codes as codes_module
 from dnis_torchrec.blocks import counts as counts_module
 from dnis_torchrec.blocks import routing as routing_module
 from dnis_torchrec.blocks.blocking import LEAST_ROWS, RowBlocks, blocks_from_counts
-from dnis_torchrec.blocks.codes import (
-    DIAGONAL_SHARE,
-    TABLE_SHARE,
-    WIDTHS,
-    ColumnCodes,
-    decode_rows,
-    encode_rows,
-    feedback_of,
-    field_offsets,
-    fit_codes,
-    row_strides,
-)
+from dnis_torchrec.blocks.codes import WIDTHS, ColumnCodes, decode_rows, encode_rows, feedback_of, fit_codes
 from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies
 from dnis_torchrec.blocks.hashing import MISSING_ROW, hash_values, mix, rows_of_values
 from dnis_torchrec.blocks.routing import RecordLayout, RowDirectory, RowRouter, RowRouting, directory_bytes
@@ -282,7 +270,6 @@ def test_what_is_malformed_is_refused(make: Callable[[], object], message: str) 
 
 
 def directory(**changes: object) -> RowDirectory:
-    """One of three rows, but for some fields."""
     fields = {"num_embeddings": 3, "num_blocks": 2, "blocks": (0, 1), "directory": torch.zeros(36, dtype=torch.uint8)}
     return RowDirectory(**fields | changes)
 
@@ -311,11 +298,6 @@ def check_against_count(routing: RowRouting, is_stored: list[bool] | None = None
         assert place == (block, position) if place else block == len(stored) or not stored[block]
     assert directory.directory.nbytes == directory_bytes(routing, torch.tensor(stored))
     return directory
-
-
-@given(routing=reference.routings(max_rows=40, max_blocks=5), data=st.data())
-def test_finds_every_row_whose_block_is_stored(routing: RowRouting, data: st.DataObject) -> None:
-    check_against_count(routing, [data.draw(st.booleans()) for _ in range(routing.num_blocks)])
 
 
 HOT_ROWS = {
@@ -357,15 +339,19 @@ def test_a_damaged_sparse_directory_leads_nowhere_else(column: int) -> None:
 
 
 @given(
-    routing=reference.routings(max_rows=20, max_blocks=5),
+    routing=reference.routings(max_rows=40, max_blocks=5),
+    data=st.data(),
     num_blocks=st.sampled_from([1, 2, 3, 8, 9, 15, 16]),
     num_rows=st.sampled_from([1, 127, 128, 129, 255, 256, 257, 700]),
     has_unassigned=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_finds_every_row(routing: RowRouting, num_blocks: int, num_rows: int, has_unassigned: bool, seed: int) -> None:
+def test_finds_every_row_whose_block_is_stored(
+    routing: RowRouting, data: st.DataObject, num_blocks: int, num_rows: int, has_unassigned: bool, seed: int
+) -> None:
     """In both forms, and in many records."""
     check_against_count(routing)
+    check_against_count(routing, [data.draw(st.booleans()) for _ in range(routing.num_blocks)])
     blocks = torch.randint(num_blocks + has_unassigned, (num_rows,), generator=torch.Generator().manual_seed(seed))
     check_against_count(RowRouting.from_map(blocks, num_blocks))
 
@@ -470,8 +456,8 @@ def test_fields_follow_one_another_and_floats_begin_at_whole_bytes(bits: list[in
                 end += 1
         expected.append(end)
         end += width
-    assert field_offsets(torch.tensor([bits]))[0].tolist() == expected
-    assert row_strides(torch.tensor([bits])).tolist() == [(end + 7) // 8]
+    assert codes_module.field_offsets(torch.tensor([bits]))[0].tolist() == expected
+    assert codes_module.row_strides(torch.tensor([bits])).tolist() == [(end + 7) // 8]
 
 
 def table_scheme(bits: Tensor | None) -> TableScheme:
@@ -663,7 +649,7 @@ def shrunk(couplings: Tensor) -> Tensor:
     trace = [float(torch.trace(own)) for own in (*couplings, couplings.sum(0))]
     of_table = couplings.sum(0) / (trace[-1] or 1)
     eye = torch.eye(couplings.shape[1], dtype=torch.float64) / couplings.shape[1]
-    shared = TABLE_SHARE * of_table + DIAGONAL_SHARE * eye
+    shared = codes_module.TABLE_SHARE * of_table + codes_module.DIAGONAL_SHARE * eye
     return torch.stack([own / (t or 1) + shared for own, t in zip(couplings, trace, strict=False)])
 
 

@@ -1,7 +1,5 @@
 """Bags of a batch: malformed requests are refused by the feature's name; bags are split and taken apart."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -47,7 +45,6 @@ def tables() -> dict[str, Tensor]:
 
 
 def uncompiled(make: Callable[[], nn.Module]) -> nn.Module:
-    """Made as where there is no compiler."""
     with lookups(compiled=False):
         return make()
 
@@ -68,13 +65,11 @@ def mode(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(scope="module", params=FORMS)
 def module_of_form(request: pytest.FixtureRequest) -> tuple[str, nn.Module]:
-    """A form's name, and its module."""
     return request.param, FORMS[request.param](scheme_of())
 
 
 @pytest.fixture
 def form(module_of_form: tuple[str, nn.Module], mode: None) -> tuple[str, nn.Module]:
-    """The same, in both modes."""
     return module_of_form
 
 

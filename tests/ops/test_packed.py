@@ -1,13 +1,10 @@
 """The packed lookup, compiled, on Triton and by torch; how libraries are built."""
 
-from __future__ import annotations
-
 import os
 import struct
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -23,35 +20,16 @@ from torch import Tensor, nn
 from dnis_torchrec.blocks.codes import WIDTHS, ColumnCodes, feedback_of, is_coded, largest_codes
 from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.ops import build as native_build
+from dnis_torchrec.ops import packed as operators
 from dnis_torchrec.ops import packed_triton
 from dnis_torchrec.ops.build import INSTRUCTION_SETS, LOOKUPS, fallback_libraries, find_compiler, library_folder
-from dnis_torchrec.ops.packed import (
-    ENCODE_SCHEMA,
-    OFFSETS_SCHEMA,
-    PACKED_SCHEMA,
-    OpenedCollection,
-    pack_values,
-    torch_encode_rows,
-    torch_packed_embedding_bag,
-    values_in_codes,
-)
+from dnis_torchrec.ops.packed import pack_values, torch_encode_rows, torch_packed_embedding_bag, values_in_codes
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving import PackedEmbeddingBagCollection, load_operator
-from tests.reference import ROUTINGS, Case, cases, packed, packed_case, table_scheme
+from tests.reference import ROUTINGS, Case, cases, limited, packed, packed_case, table_scheme
 from tests.triton_on_numpy import DEVICE, check_compiled, needs_compilation, needs_device, needs_triton, without_triton
 
 needs_compiler = pytest.mark.skipif(not load_operator(), reason="no C++ compiler")
-
-
-@contextmanager
-def limited(limit: str) -> Iterator[None]:
-    """Lookups run on an instruction set, or on the widest that there is below."""
-    widest = LOOKUPS.instruction_set()
-    LOOKUPS.instruction_set(limit=limit)
-    try:
-        yield
-    finally:
-        LOOKUPS.instruction_set(limit=widest)
 
 
 IDS, OFFSETS = torch.tensor([0, 3, 9, 1]), torch.tensor([0, 1, 2, 3, 4])
@@ -78,7 +56,7 @@ def look_up(arguments: list[Any]) -> Tensor:
 
 def opened(arguments: list[Any]) -> Tensor:
     """A lookup in a collection whose layouts were read when the bags had not come yet."""
-    collection = OpenedCollection([*arguments[3], *arguments[4:8]])
+    collection = operators.OpenedCollection([*arguments[3], *arguments[4:8]])
     rest = *arguments[:3], *arguments[8:10], arguments[11]
     return torch.ops.dnis_torchrec.pool_opened.default(collection.number, *rest)
 
@@ -96,14 +74,12 @@ def on_numpy(arguments: list[Any]) -> Tensor:
 
 
 def moved_to(device: str, arguments: list[Any]) -> list[Any]:
-    """All tensors there."""
     parts = [part.to(device) if isinstance(part, Tensor) else part for part in arguments]
     parts[PLACES["tables"]] = [table.to(device) for table in arguments[PLACES["tables"]]]
     return parts
 
 
 def on_device(arguments: list[Any]) -> Tensor:
-    """The kernel as Triton runs it."""
     return packed_triton.triton_packed_embedding_bag(*moved_to(DEVICE, arguments)).cpu()
 
 
@@ -152,7 +128,7 @@ def test_layouts_that_lead_outside(field: str, place: tuple[int, int, int], limi
         with pytest.raises(ValueError, match=r"packed_embedding_bag: .*expected"):
             look_up(arguments)
         written = call()[0]  # by a checkpoint, into a collection that has been opened
-        collection = OpenedCollection([*written[3], *written[4:8]])
+        collection = operators.OpenedCollection([*written[3], *written[4:8]])
         written[PLACES[field]].copy_(layout)
         with pytest.raises(ValueError, match=r"packed_embedding_bag: .*expected"):
             torch.ops.dnis_torchrec.pool_opened.default(collection.number, *written[:3], None, 2, False)
@@ -162,8 +138,8 @@ def test_layouts_that_lead_outside(field: str, place: tuple[int, int, int], limi
 def test_a_closed_collection_is_refused() -> None:
     """Also a number of another process."""
     arguments, expected = call()
-    numbers = [OpenedCollection([*arguments[3], *arguments[4:8]]).number, 0]  # nobody holds the first
-    collection = OpenedCollection([*arguments[3], *arguments[4:8]])
+    numbers = [operators.OpenedCollection([*arguments[3], *arguments[4:8]]).number, 0]  # nobody holds the first
+    collection = operators.OpenedCollection([*arguments[3], *arguments[4:8]])
     for number in numbers:
         with pytest.raises(ValueError, match="collection: expected one that is open"):
             torch.ops.dnis_torchrec.pool_opened.default(number, *arguments[:3], None, 2, False)
@@ -178,7 +154,7 @@ def test_tensors_that_get_other_memory_are_read_there(place: int) -> None:
     """As where a module goes to another process: its memory is moved, and the tensors stay the same objects."""
     arguments, _ = call()
     tensors = [*arguments[3], *arguments[4:8]]
-    collection = OpenedCollection(tensors)
+    collection = operators.OpenedCollection(tensors)
     changed = tensors[place].clone()
     if place == 0:
         changed ^= 1
@@ -269,7 +245,7 @@ def test_no_bags() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("schema", [PACKED_SCHEMA, OFFSETS_SCHEMA, ENCODE_SCHEMA])
+@pytest.mark.parametrize("schema", [operators.PACKED_SCHEMA, operators.OFFSETS_SCHEMA, operators.ENCODE_SCHEMA])
 def test_schemas_are_those_of_the_library(schema: str) -> None:
     operator = getattr(torch.ops.dnis_torchrec, schema.partition("(")[0])
     assert str(operator.default._schema) == f"dnis_torchrec::{schema}"
@@ -315,14 +291,11 @@ def test_rows_are_encoded_to_the_bits_of_torch(
     codes = with_moves(draw_codes(num_blocks, dim, generator, widths), generator, **moves)
     values = magnitude * (2 * torch.rand(num_rows, dim, generator=generator) - 1)
     blocks = torch.randint(num_blocks + 1, (num_rows,), generator=generator)
-    widest, num_threads = LOOKUPS.instruction_set(), torch.get_num_threads()
-    try:
-        LOOKUPS.instruction_set(limit=limit)
+    num_threads = torch.get_num_threads()
+    with limited(limit):
         torch.set_num_threads(3)
         fields, row_counts = pack_values(values, blocks, codes, place="t")
         coded = values_in_codes(values, blocks, codes, place="t")
-    finally:
-        LOOKUPS.instruction_set(limit=widest)
         torch.set_num_threads(num_threads)
     assert row_counts.equal(torch.bincount(blocks, minlength=num_blocks + 1)[:-1])
     # where float32 overflows on the way, torch has no code that would mean a value
@@ -433,20 +406,19 @@ def test_gives_the_bits_of_the_operator(way: Any, case: Case, seed: int) -> None
     assert way(arguments).equal(look_up(arguments))
 
 
-@pytest.mark.parametrize("way", KERNELS)
-@pytest.mark.parametrize(("num_blocks", "dim"), [(1, 5), (3, 130), (8, 17), (12, 4), (100, 6)])
-def test_takes_directories_of_any_size(way: Any, num_blocks: int, dim: int) -> None:
-    for weighted in (False, True):
-        arguments = of_blocks(num_blocks, dim, weighted=weighted)
-        assert way(arguments).equal(look_up(arguments))
-
-
 @pytest.mark.parametrize("way", [by_torch, *KERNELS])
-@pytest.mark.parametrize(("num_blocks", "dim", "share"), [(1, 5, 0.03), (3, 17, 0.06), (7, 5, 0.1), (20, 4, 0.1)])
-def test_takes_sparse_directories(way: Any, num_blocks: int, dim: int, share: float) -> None:
+@pytest.mark.parametrize(
+    ("num_blocks", "dim", "share"),
+    [
+        *((1, 5, 1.0), (3, 130, 1.0), (8, 17, 1.0), (12, 4, 1.0), (100, 6, 1.0)),
+        *((1, 5, 0.03), (3, 17, 0.06), (7, 5, 0.1), (20, 4, 0.1)),
+    ],
+)
+def test_takes_directories_of_any_size_and_sparse_ones(way: Any, num_blocks: int, dim: int, share: float) -> None:
     for weighted in (False, True):
         arguments = of_blocks(num_blocks, dim, weighted=weighted, stored_share=share)
-        assert torch.int32 in [table.dtype for table in arguments[PLACES["tables"]]]
+        is_sparse = torch.int32 in [table.dtype for table in arguments[PLACES["tables"]]]
+        assert is_sparse == (share < 1)
         assert way(arguments).equal(look_up(arguments))
 
 

@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from dnis_torchrec.blocks.blocking import blocks_from_counts
+from dnis_torchrec import blocks_from_counts
 from dnis_torchrec.blocks.codes import decode_rows, encode_rows
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.blocks.routing import RowRouting
@@ -31,6 +31,7 @@ from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingBagCollection
 from tests.fuzz_operators import CASES, valid_case
 from tests.models import operators
 from tests.reference import rounded, table_scheme, with_codes
+from tests.tiny import bag_config
 from tests.triton_on_numpy import DEVICE, KERNEL_WAYS, check_compiled, needs_compilation, needs_triton, without_triton
 
 pytestmark = pytest.mark.skipif(not are_compiled(), reason="no C++ compiler, or DNIS_NO_COMPILE")
@@ -111,14 +112,10 @@ def selections(draw: Any) -> Selection:
     )
 
 
-def leaves_of(case: Selection, learns: Sequence[bool]) -> list[Tensor]:
-    """Bag sums and alpha, that learn or do not."""
-    return [part.clone().requires_grad_(to) for part, to in zip((case.bag_sums, case.alpha), learns, strict=True)]
-
-
 def select(case: Selection, learns: Sequence[bool] = (True, True)) -> tuple[list[Tensor], list[bool]]:
     """Result and gradients, and what was watched."""
-    leaves, flags = leaves_of(case, learns), []
+    parts, flags = (case.bag_sums, case.alpha), []
+    leaves = [part.clone().requires_grad_(to) for part, to in zip(parts, learns, strict=True)]
     lookup = leaves[0] * 1.0  # as a lookup's result: what may be worked on in place
     rule, width = (case.rows, case.divisors, case.layout), case.coefficients.shape[1]
     out = select_pieces(lookup, leaves[1], *rule, width, watch=lambda is_finite, _: flags.append(bool(is_finite)))
@@ -454,12 +451,7 @@ def mixed_collection(longest: int = 3) -> tuple[SoftSelectionEmbeddingBagCollect
 
     With bags of one id at most all features are single-id ones.
     """
-    tables = [
-        EmbeddingBagConfig(name="a", num_embeddings=9, embedding_dim=4, feature_names=["one", "two"]),
-        EmbeddingBagConfig(
-            name="b", num_embeddings=7, embedding_dim=8, feature_names=["many"], pooling=PoolingType.MEAN
-        ),
-    ]
+    tables = [bag_config("a", 9, 4, "one", "two"), bag_config("b", 7, 8, "many", pooling=PoolingType.MEAN)]
     generator = torch.Generator().manual_seed(2)
     counts = {table.name: torch.randint(1, 9, (table.num_embeddings,), generator=generator) for table in tables}
     blocks = blocks_from_counts(

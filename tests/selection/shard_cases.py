@@ -3,8 +3,6 @@
 Also on one rank, in the test's own process: tests/selection/test_shards.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from functools import partial
 from typing import Any
@@ -23,22 +21,16 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from dnis_torchrec.blocks.blocking import blocks_from_counts
+import dnis_torchrec as dnis
 from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.ops.select import are_compiled
 from dnis_torchrec.selection.on_shards import select_on_shards_
-from dnis_torchrec.selection.plan import (
-    CpuEmbeddingBagCollectionSharder,
-    Sharders,
-    default_sharders,
-    make_sharding_plan,
-    shard_model,
-)
+from dnis_torchrec.selection.plan import Sharders, default_sharders
 from dnis_torchrec.selection.shards import collections, local_shards, table_configs_of
-from dnis_torchrec.selection.swap import prepare_
 from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingBagCollection, soft_selection_modules
 from tests.distributed.harness import Rank, Results, Scenario
 from tests.distributed.model import CPU
+from tests.tiny import bag_config
 
 SHARDERS = default_sharders()
 PER_RANK, LEARNING_RATE = 9, 0.1
@@ -71,13 +63,7 @@ def tables() -> list[EmbeddingBagConfig]:
     """SUM and MEAN, two dims, two features of one table, and one feature of two."""
     of = {"a": (8, ["one", "both"]), "b": (8, ["both"]), "c": (12, ["many"])}
     return [
-        EmbeddingBagConfig(
-            name=name,
-            num_embeddings=ROWS[name],
-            embedding_dim=dim,
-            feature_names=features,
-            pooling=PoolingType.SUM if name == "a" else PoolingType.MEAN,
-        )
+        bag_config(name, ROWS[name], dim, *features, pooling=PoolingType.SUM if name == "a" else PoolingType.MEAN)
         for name, (dim, features) in of.items()
     ]
 
@@ -89,7 +75,7 @@ def make_model(weighted: bool, *, names: Collection[str] = ROWS) -> nn.Module:
     rows_of = {table.name: table.num_embeddings for table in configs}
     counts = FrequencyCounts({n: torch.randint(0, 9, (rows,)) for n, rows in rows_of.items()}, LENGTHS, 30)
     model = nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=configs, is_weighted=weighted)})
-    prepared = prepare_(model, blocks_from_counts(counts, configs, num_blocks=3, least_rows=1))
+    prepared = dnis.prepare_(model, dnis.blocks_from_counts(counts, configs, num_blocks=3, least_rows=1))
     for dim in prepared["ebc"].alpha.dims:
         prepared["ebc"].alpha.of(dim).uniform_(0.1, 1)
     return prepared
@@ -110,14 +96,12 @@ def make_features(rank: int, weighted: bool) -> KeyedJaggedTensor:
 
 
 def no_samples(weighted: bool) -> KeyedJaggedTensor:
-    """A batch of 0 samples."""
     none = torch.empty(0, dtype=torch.int64)
     weights = torch.empty(0) if weighted else None
     return KeyedJaggedTensor(keys=list(LENGTHS), values=none, lengths=none, weights=weights, stride=0)
 
 
 def is_fused(kind: str, table: str) -> bool:
-    """Whether a table learns in its backward pass."""
     return SHARDINGS[kind][table] != "data_parallel" and kind not in MULTIPLIED_TABLES
 
 
@@ -128,28 +112,27 @@ def shard(model: nn.Module, kind: str, group: dist.ProcessGroup) -> nn.Module:
     for name, bag in model["ebc"].embedding_bag_collection.embedding_bags.items():
         if is_fused(kind, name):
             apply_optimizer_in_backward(torch.optim.SGD, bag.parameters(), {"lr": LEARNING_RATE})
-    sharders = [CpuEmbeddingBagCollectionSharder({USE_ONE_TBE_PER_TABLE: kind.endswith("kernel_per_table")})]
+    sharders = [dnis.CpuEmbeddingBagCollectionSharder({USE_ONE_TBE_PER_TABLE: kind.endswith("kernel_per_table")})]
     constraints = {
         name: ParameterConstraints(sharding_types=[SHARDINGS[kind][name]], min_partition=4)
         for name in model["ebc"].embedding_bag_collection.embedding_bags
     }
-    plan = make_sharding_plan(model, CPU, sharders, constraints=constraints, process_group=group)
+    plan = dnis.make_sharding_plan(model, CPU, sharders, constraints=constraints, process_group=group)
     for name, own in plan.plan["ebc.embedding_bag_collection"].items():
         if not is_fused(kind, name):
             own.compute_kernel = EmbeddingComputeKernel.DENSE.value
-    return shard_model(model, CPU, plan, sharders, process_group=group)
+    return dnis.shard_model(model, CPU, plan, sharders, process_group=group)
 
 
 def plan_by(model: nn.Module, kind: str, sharders: Sharders = SHARDERS, **options: Any) -> ShardingPlan:
     """A plan that gives all tables of a model one sharding type; column-wise ones are cut into shards of 4 columns."""
     constraint = ParameterConstraints(sharding_types=[kind], min_partition=4)
     names = [table.name for module in collections(model).values() for table in table_configs_of(module)]
-    return make_sharding_plan(model, CPU, sharders, constraints=dict.fromkeys(names, constraint), **options)
+    return dnis.make_sharding_plan(model, CPU, sharders, constraints=dict.fromkeys(names, constraint), **options)
 
 
 def shard_by(model: nn.Module, kind: str, sharders: Sharders = SHARDERS) -> DistributedModelParallel:
-    """A model sharded by `plan_by`."""
-    return shard_model(model, CPU, plan_by(model, kind, sharders), sharders)
+    return dnis.shard_model(model, CPU, plan_by(model, kind, sharders), sharders)
 
 
 def loss_of(pooled: KeyedTensor) -> torch.Tensor:
@@ -164,7 +147,6 @@ def loss_of(pooled: KeyedTensor) -> torch.Tensor:
 def upper_gradients(
     wrapper: SoftSelectionEmbeddingBagCollection, features: KeyedJaggedTensor
 ) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
-    """Alpha's gradients and hits."""
     dims = wrapper.alpha.dims
     with wrapper.alpha.upper_level() as hits:
         loss = loss_of(wrapper(features))
@@ -256,7 +238,6 @@ def compare_on(kind: str, weighted: bool, empty_rank: int | None, at: Rank) -> R
 
 
 def scenarios() -> dict[str, Scenario]:
-    """All of them by name."""
     found: dict[str, Scenario] = {}
     for kind in SHARDINGS:
         for weighted in (False, True):

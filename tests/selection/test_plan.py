@@ -1,7 +1,5 @@
 """Plans on one rank (over several: tests/distributed/test_selection_ranks.py); whole models are prepared and merged."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import re
@@ -36,53 +34,23 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import dnis_torchrec as dnis
-from dnis_torchrec.allocation.compress import compress, measure_
-from dnis_torchrec.artifact.export import export, load_model
-from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies
-from dnis_torchrec.search.pipeline import BilevelTrainPipeline
-from dnis_torchrec.search.prune import Size, prune
-from dnis_torchrec.search.schedule import BilevelStream, LevelSchedule
+from dnis_torchrec.allocation.compress import measure_
+from dnis_torchrec.blocks.blocking import RowBlocks
+from dnis_torchrec.blocks.counts import FrequencyCounts
 from dnis_torchrec.selection import wrapper
-from dnis_torchrec.selection.plan import (
-    CpuEmbeddingBagCollectionSharder,
-    check_sharding_plan,
-    default_sharders,
-    make_sharding_plan,
-    shard_model,
-)
+from dnis_torchrec.selection.plan import check_sharding_plan, default_sharders
 from dnis_torchrec.selection.shards import collections, local_shards, table_configs
-from dnis_torchrec.selection.swap import fold_, merge_, prepare_, unshard_
+from dnis_torchrec.selection.swap import fold_, unshard_
 from dnis_torchrec.selection.torchrec_inputs import remap
 from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingBagCollection, SoftSelectionEmbeddingCollection
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
 from dnis_torchrec.serving.sequences import ServedEmbeddingCollection
 from tests import models
-from tests.models import (
-    BATCHES,
-    CPU,
-    ITEMS,
-    MANAGED_ROWS,
-    NEW,
-    USERS,
-    Model,
-    SequenceModel,
-    StandIn,
-    blocks_of,
-    check_served_as_exported,
-    collection,
-    features,
-    lookups_of,
-    mpzch,
-    predictions,
-    rows_of,
-    trained,
-    zch,
-)
+from tests.models import BATCHES, CPU, NEW, USERS, Model, SequenceModel, collection, features, predictions, trained, zch
 from tests.selection.shard_cases import plan_by, shard_by
 from tests.tiny import make_batch, make_collection, make_recipe
 
-SHARDERS = [CpuEmbeddingBagCollectionSharder()]
+SHARDERS = [dnis.CpuEmbeddingBagCollectionSharder()]
 ALL = ("row_wise", "grid_shard", "table_wise")
 ROW_WISE = ("row_wise", "table_row_wise", "grid_shard")
 
@@ -100,7 +68,7 @@ def plan_for(rows: int, kind: str, world_size: int, local_world_size: int):
 
 
 def test_the_sharder_adds_the_row_wise_family_on_a_cpu_and_nothing_on_a_gpu() -> None:
-    stock, own = EmbeddingBagCollectionSharder(), CpuEmbeddingBagCollectionSharder()
+    stock, own = EmbeddingBagCollectionSharder(), dnis.CpuEmbeddingBagCollectionSharder()
     assert set(own.sharding_types("cpu")) == {*stock.sharding_types("cpu"), *ROW_WISE}
     assert own.sharding_types("cuda") == stock.sharding_types("cuda")
     for device in ("cpu", "cuda"):
@@ -116,7 +84,7 @@ def test_replicated_tables_of_one_process_keep_gradients_where_they_are(gloo: di
     model.zero_grad()
     sharded = shard_by(model, "data_parallel")
     collection = sharded.module["ebc"]
-    assert not any(isinstance(lookup, DistributedDataParallel) for lookup in lookups_of(sharded))
+    assert not any(isinstance(lookup, DistributedDataParallel) for lookup in models.lookups_of(sharded))
     collection(features).values().square().sum().backward()
     for name, part in collection.embedding_bags.items():
         torch.testing.assert_close(part.weight.grad, expected[name])
@@ -149,11 +117,11 @@ def test_a_plan_that_torchrec_pools_wrongly_is_refused_and_no_other(gloo: dist.P
         chosen = zip("abc", kinds, strict=True)
         constraints = {name: ParameterConstraints(sharding_types=[kind], min_partition=4) for name, kind in chosen}
         try:
-            plan = make_sharding_plan(model, CPU, SHARDERS, constraints=constraints)
+            plan = dnis.make_sharding_plan(model, CPU, SHARDERS, constraints=constraints)
         except ValueError as error:
             refused.append((kinds, str(error)))
             continue
-        pooled = shard_model(model, CPU, plan, SHARDERS).module["ebc"](features).to_dict()
+        pooled = dnis.shard_model(model, CPU, plan, SHARDERS).module["ebc"](features).to_dict()
         torch.testing.assert_close(torch.cat([pooled[f"f_{n}"] for n in "abc"], 1), expected, atol=1e-5, rtol=0)
     rows = {("row_wise",) * 3}
     are_means_whole = {kinds for kinds in itertools.product(ALL, repeat=3) if {kinds[0], kinds[2]} == {"table_wise"}}
@@ -165,14 +133,14 @@ def test_the_planner_leaves_mean_tables_whole(gloo: dist.ProcessGroup) -> None:
     kinds = [kind for kind in SHARDERS[0].sharding_types("cpu") if kind != "data_parallel"]
     constraints = {name: ParameterConstraints(sharding_types=kinds) for name in "abc"}
     topology = Topology(world_size=4, local_world_size=4, compute_device="cpu")
-    plan = make_sharding_plan(pooled_in_two_ways(), CPU, SHARDERS, constraints=constraints, topology=topology)
+    plan = dnis.make_sharding_plan(pooled_in_two_ways(), CPU, SHARDERS, constraints=constraints, topology=topology)
     assert not {plan.plan["ebc"][name].sharding_type for name in "ac"} & set(ROW_WISE)
 
 
 def test_tables_on_meta_are_initialised_by_torchrec(gloo: dist.ProcessGroup) -> None:
     table = EmbeddingBagConfig(name="t", num_embeddings=9, embedding_dim=8, feature_names=["f"])
     model = nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=[table], device=torch.device("meta"))})
-    sharded = shard_model(model, CPU)
+    sharded = dnis.shard_model(model, CPU)
     (part,) = [part for module in collections(sharded).values() for part in local_shards(module)]
     assert part.weight.shape == (9, 8)
     assert 0 < float(part.weight.abs().max()) <= 1 / 3
@@ -233,7 +201,7 @@ def with_a_feature_of_two_tables() -> None:
 def without_a_process_group() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "is_initialized", lambda: False)
-        make_sharding_plan(make_model(), CPU, SHARDERS)
+        dnis.make_sharding_plan(make_model(), CPU, SHARDERS)
 
 
 CACHED = {"user": ParameterConstraints(compute_kernels=["fused_uvm_caching"])}
@@ -248,11 +216,11 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
         )
     ),
     (without_a_process_group, RuntimeError, "sharding"),
-    (lambda: make_sharding_plan(make_model(), CPU, SHARDERS, constraints=CACHED), ValueError, ".*table 'user'"),
+    (lambda: dnis.make_sharding_plan(make_model(), CPU, SHARDERS, constraints=CACHED), ValueError, ".*table 'user'"),
     # managed collisions: jobs that count raw ids, and sharding before they are prepared
     (with_a_feature_of_two_tables, NotImplementedError, "FQN 'tables', table 'item'"),
     (lambda: table_configs(trained()), NotImplementedError, MANAGED),
-    (lambda: make_sharding_plan(trained(), CPU, SHARDERS), NotImplementedError, MANAGED),
+    (lambda: dnis.make_sharding_plan(trained(), CPU, SHARDERS), NotImplementedError, MANAGED),
 ]
 
 
@@ -272,71 +240,44 @@ class TwoDimensional(DMPCollection):
 
 def test_two_dimensional_parallelism_is_refused_before_any_collective(gloo, monkeypatch) -> None:
     recipe = make_recipe()
-    model = TwoDimensional(prepare_(recipe.model, blocks_of(recipe.model, recipe.data.train)))
+    model = TwoDimensional(dnis.prepare_(recipe.model, models.blocks_of(recipe.model, recipe.data.train)))
     for collective in ("all_reduce", "all_gather", "all_gather_object", "broadcast", "barrier"):
         monkeypatch.setattr(dist, collective, lambda *_, **__: pytest.fail("a collective"))
     with pytest.raises(NotImplementedError, match=r"supported is DistributedModelParallel.*DMPCollection \(2D parall"):
-        BilevelTrainPipeline(model, torch.optim.SGD(model.parameters(), lr=0.1), CPU)
-
-
-class Part(nn.Module):
-    """A part of a model that looks up in a collection."""
-
-    def __init__(self, collection: nn.Module) -> None:
-        super().__init__()
-        self.ebc = collection
-
-    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """Pooled embeddings."""
-        return self.ebc(features).values()
-
-
-class Twice(Part):
-    """The same under two names."""
-
-    def __init__(self, collection: nn.Module) -> None:
-        super().__init__(collection)
-        self.again = collection
-
-    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """Pooled embeddings of both."""
-        return super().forward(features) + self.again(features).values()
-
-
-class InTwoParts(nn.Module):
-    """The same in two parts of a model."""
-
-    def __init__(self, collection: nn.Module) -> None:
-        super().__init__()
-        self.first, self.second = Part(collection), Part(collection)
-
-    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """Pooled embeddings of both."""
-        return self.first(features) + self.second(features)
+        dnis.BilevelTrainPipeline(model, torch.optim.SGD(model.parameters(), lr=0.1), CPU)
 
 
 @pytest.mark.parametrize("searched", [False, True])
-@pytest.mark.parametrize("kind", [Twice, InTwoParts])
-def test_a_collection_that_has_two_names_stays_one(gloo, kind: type[nn.Module], searched: bool) -> None:
+@pytest.mark.parametrize("names", [("ebc", "again"), ("first.ebc", "second.ebc")])
+def test_a_collection_that_has_two_names_stays_one(gloo, names: tuple[str, str], searched: bool) -> None:
     """TorchRec shards what a parent holds under two names under the first alone."""
+
+    def build() -> nn.ModuleDict:
+        held = {"ebc": make_collection()}
+        parts = {part: nn.ModuleDict(held) for part in ("first", "second")}
+        return nn.ModuleDict(parts if "first.ebc" in names else held | {"again": held["ebc"]})
+
+    def pooled(model: nn.Module) -> Tensor:
+        return sum(get_unwrapped_module(model).get_submodule(name)(features).values() for name in names)
+
     batch = make_batch(5, 0)
     features = batch.sparse_features
-    model, unsharded = kind(make_collection()), kind(make_collection())
+    model, unsharded = build(), build()
     unsharded.load_state_dict(model.state_dict())
     if searched:
-        prepare_(model, blocks_of(model, [batch]))
-    sharders = [CpuEmbeddingBagCollectionSharder(fused_params={"learning_rate": 0.5})]
+        dnis.prepare_(model, models.blocks_of(model, [batch]))
+    sharders = [dnis.CpuEmbeddingBagCollectionSharder(fused_params={"learning_rate": 0.5})]
     sharded = shard_by(model, "table_wise", sharders)
     optimizer = torch.optim.SGD(unsharded.parameters(), lr=0.5)
     for _ in range(2):
-        found, expected = sharded(features), unsharded(features)
+        found, expected = pooled(sharded), pooled(unsharded)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
         found.square().mean().backward()
         expected.square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    merged = merge_(sharded) if searched else unshard_(sharded)
-    torch.testing.assert_close(merged(features), unsharded(features), atol=1e-5, rtol=0)
+    merged = dnis.merge_(sharded) if searched else unshard_(sharded)
+    torch.testing.assert_close(pooled(merged), pooled(unsharded), atol=1e-5, rtol=0)
     assert len(collections(merged)) == 1
 
 
@@ -344,18 +285,18 @@ def test_a_fused_kernel_for_a_table_too_narrow_for_it_is_refused(gloo: dist.Proc
     table = EmbeddingBagConfig(name="t", num_embeddings=40, embedding_dim=1, feature_names=["user"])
     model = nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=[table])})
     wanted = ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"])
-    plan = make_sharding_plan(model, CPU, SHARDERS, constraints={"t": wanted})
+    plan = dnis.make_sharding_plan(model, CPU, SHARDERS, constraints={"t": wanted})
     expected = r"table 't': expected multiples of 4 columns in shards of kernel 'fused', got \[1\]; leave the kernel to"
     with pytest.raises(ValueError, match=expected):
-        shard_model(model, CPU, plan, SHARDERS)
-    sharded = shard_model(model, CPU, make_sharding_plan(model, CPU, SHARDERS), SHARDERS)
+        dnis.shard_model(model, CPU, plan, SHARDERS)
+    sharded = dnis.shard_model(model, CPU, dnis.make_sharding_plan(model, CPU, SHARDERS), SHARDERS)
     assert sharded.module["ebc"](make_batch(5, 0).sparse_features).values().shape == (5, 1)
 
 
-TABLES = [USERS, ITEMS]
+TABLES = [USERS, models.ITEMS]
 Kind = Callable[[], ManagedCollisionModule]
 KINDS = pytest.mark.parametrize(
-    ("kind", "model_of"), [(zch, Model), (mpzch, Model), (StandIn, Model), (zch, SequenceModel)]
+    ("kind", "model_of"), [(zch, Model), (models.mpzch, Model), (models.StandIn, Model), (zch, SequenceModel)]
 )
 
 
@@ -364,17 +305,17 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def counted(model: Model) -> tuple[FrequencyCounts, RowBlocks]:
-    counts = count_frequencies([remap(model, own.sparse_features) for own in BATCHES], TABLES)
-    return counts, blocks_from_counts(counts, TABLES, num_blocks=4, least_rows=1)
+    counts = dnis.count_frequencies([remap(model, own.sparse_features) for own in BATCHES], TABLES)
+    return counts, dnis.blocks_from_counts(counts, TABLES, num_blocks=4, least_rows=1)
 
 
 @KINDS
 def test_counts_are_of_the_rows_that_the_collection_is_called_with(kind: Kind, model_of: type[Model]) -> None:
     model = trained(kind, model_of)
     before = state_of(model)
-    expected = {table.name: [0] * MANAGED_ROWS for table in TABLES}
+    expected = {table.name: [0] * models.MANAGED_ROWS for table in TABLES}
     for own in BATCHES:
-        rows = rows_of(model, own.sparse_features)
+        rows = models.rows_of(model, own.sparse_features)
         for table in TABLES:
             for row in (row for feature in table.feature_names for row in rows[feature]):
                 expected[table.name][row] += 1
@@ -388,7 +329,7 @@ def test_counts_are_of_the_rows_that_the_collection_is_called_with(kind: Kind, m
 @KINDS
 def test_a_wrapped_model_predicts_and_learns_as_the_plain_one_and_comes_back(kind: Kind, model_of: type[Model]) -> None:
     model, plain = trained(kind, model_of), trained(kind, model_of)
-    prepare_(model, counted(model)[1])
+    dnis.prepare_(model, counted(model)[1])
     wrapper, collection = model.tables._embedding_module, plain.tables._embedding_module
     is_pooled = model_of is Model
     assert type(wrapper) is (SoftSelectionEmbeddingBagCollection if is_pooled else SoftSelectionEmbeddingCollection)
@@ -402,7 +343,7 @@ def test_a_wrapped_model_predicts_and_learns_as_the_plain_one_and_comes_back(kin
         wrapper.alpha.of(16).uniform_(0.5, 1)
     before = predictions(model)
     assert not torch.allclose(before, predictions(plain), atol=1e-3)
-    merged = merge_(model)
+    merged = dnis.merge_(model)
     assert merged is model
     assert type(model.tables._embedding_module) is (EmbeddingBagCollection if is_pooled else EmbeddingCollection)
     torch.testing.assert_close(predictions(model), before)
@@ -411,12 +352,12 @@ def test_a_wrapped_model_predicts_and_learns_as_the_plain_one_and_comes_back(kin
 @pytest.mark.parametrize("model_of", [Model, SequenceModel])
 def test_rows_keep_their_ids_while_the_model_is_prepared(model_of: type[Model]) -> None:
     model = trained(zch, model_of)
-    prepare_(model, counted(model)[1])
+    dnis.prepare_(model, counted(model)[1])
     before = state_of(model)
     model.train()
     predictions(model, NEW)
     assert all(torch.equal(value, before[name]) for name, value in state_of(model).items())
-    merge_(model)
+    dnis.merge_(model)
     predictions(model, NEW)
     assert any(not torch.equal(value, before[name]) for name, value in state_of(model).items())
 
@@ -425,7 +366,8 @@ def test_a_row_that_is_evicted_and_reused_begins_in_the_cold_block() -> None:
     model = trained()
     predictions(model.train(), NEW)
     reused = sorted(
-        {row for own in NEW for row in rows_of(model.eval(), own.sparse_features)["user"]} - {MANAGED_ROWS - 1}
+        {row for own in NEW for row in models.rows_of(model.eval(), own.sparse_features)["user"]}
+        - {models.MANAGED_ROWS - 1}
     )
     assert reused
     counts, blocks = counted(model)  # of data that reads none of the new ids
@@ -442,14 +384,14 @@ def test_compressed_tables_are_those_of_remapped_rows(tmp_path: Path, kind: Kind
     measured = measure_(given, BATCHES, loss=nn.MSELoss())
     assert all(torch.equal(own, counts.counts[name]) for name, own in measured.counts.counts.items())
     before = predictions(model)
-    found = compress(model, BATCHES, loss=nn.MSELoss(), compression=4)
+    found = dnis.compress(model, BATCHES, loss=nn.MSELoss(), compression=4)
     kind_of_tables = PackedEmbeddingBagCollection if model_of is Model else ServedEmbeddingCollection
     assert isinstance(model.tables._embedding_module, kind_of_tables)
     assert found.compression >= 4
     assert float((predictions(model) - before).std() / before.std()) < 0.2
     assert {table.collection for table in found.scheme.tables.values()} == {"tables._embedding_module"}
     scheme = measured.allocate(compression=4).scheme
-    served = check_served_as_exported(given, scheme, tmp_path / "artifact", model_of(kind))
+    served = models.check_served_as_exported(given, scheme, tmp_path / "artifact", model_of(kind))
     assert isinstance(served.tables._embedding_module, kind_of_tables)
     torch.testing.assert_close(predictions(model), predictions(served) + found.output_shift)
 
@@ -457,9 +399,9 @@ def test_compressed_tables_are_those_of_remapped_rows(tmp_path: Path, kind: Kind
 def test_a_pruned_model_is_exported_exactly(tmp_path: Path) -> None:
     model = trained()
     counts, blocks = counted(model)
-    merge_(prepare_(model, blocks))
-    scheme = prune(model, blocks, counts, size=Size(compression=2))
-    served = load_model(Model(), export(model, scheme, tmp_path / "artifact")).eval()
+    dnis.merge_(dnis.prepare_(model, blocks))
+    scheme = dnis.prune(model, blocks, counts, size=dnis.Size(compression=2))
+    served = dnis.load_model(Model(), dnis.export(model, scheme, tmp_path / "artifact")).eval()
     torch.testing.assert_close(predictions(served), predictions(model))
 
 
@@ -467,14 +409,14 @@ def test_a_pruned_model_is_exported_exactly(tmp_path: Path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="multi-probe ZCH learns ids on GPUs only")
 def test_multi_probe_modules_that_learn_are_counted_as_they_look_up() -> None:
     device = torch.device("cuda")
-    model = Model(lambda: mpzch(device)).to(device)
+    model = Model(lambda: models.mpzch(device)).to(device)
     batches = [own.to(device) for own in BATCHES]
     predictions(model.train(), batches)
-    counts = count_frequencies([remap(model, own.sparse_features) for own in batches], TABLES)
-    expected = torch.zeros(MANAGED_ROWS, dtype=torch.int64)
+    counts = dnis.count_frequencies([remap(model, own.sparse_features) for own in batches], TABLES)
+    expected = torch.zeros(models.MANAGED_ROWS, dtype=torch.int64)
     for own in batches:
         expected += torch.bincount(
-            torch.tensor(rows_of(model.eval(), own.sparse_features)["user"]), minlength=MANAGED_ROWS
+            torch.tensor(models.rows_of(model.eval(), own.sparse_features)["user"]), minlength=models.MANAGED_ROWS
         )
     assert counts.counts["user"].tolist() == expected.tolist()
 
@@ -485,7 +427,7 @@ def test_a_remapping_without_ids_is_refused() -> None:
     for attempt in (
         lambda: remap(model, BATCHES[0].sparse_features),
         lambda: measure_(model, BATCHES, loss=nn.MSELoss()),
-        lambda: prepare_(model, blocks),
+        lambda: dnis.prepare_(model, blocks),
     ):
         with pytest.raises(ValueError, match=r"table 'user': expected ids that have rows"):
             attempt()
@@ -498,10 +440,10 @@ def test_a_model_that_is_the_module_itself() -> None:
     features = BATCHES[0].sparse_features
     assert remap(managed, features).keys() == features.keys()
     blocks = counted(trained())[1]
-    prepared = prepare_(managed, blocks)
+    prepared = dnis.prepare_(managed, blocks)
     assert type(prepared) is ManagedCollisionEmbeddingBagCollection
     assert isinstance(prepared._managed_collision_collection, ManagedCollisionCollection)
-    assert type(merge_(prepared)._embedding_module) is EmbeddingBagCollection
+    assert type(dnis.merge_(prepared)._embedding_module) is EmbeddingBagCollection
 
 
 def structure(model: nn.Module) -> dict[str, str]:
@@ -532,7 +474,7 @@ def test_preparing_changes_no_output_and_shares_the_weights(name: str) -> None:
     model = models.MODELS[name]()
     expected = models.predict(model)
     storages = {(fqn, s.table): s.weight.data_ptr() for fqn, m in collections(model).items() for s in local_shards(m)}
-    prepared = prepare_(model, models.blocks_for(model))
+    prepared = dnis.prepare_(model, models.blocks_for(model))
     assert (prepared is model) == (name != "bare")
     torch.testing.assert_close(models.predict(prepared), expected, atol=1e-6, rtol=0)
     wrapped = collections(prepared)
@@ -547,7 +489,7 @@ def test_the_plain_model_comes_back_and_computes_the_same(name: str, sharding_ty
     model = models.MODELS[name]()
     original = copy.deepcopy(model)
     if searched:
-        model = prepare_(model, models.blocks_for(model))
+        model = dnis.prepare_(model, models.blocks_for(model))
         models.randomise_alpha_(model)
         assert not torch.allclose(models.predict(model), models.predict(original), atol=1e-4)
     expected = [models.predict(model, seed) for seed in range(3)]
@@ -555,7 +497,7 @@ def test_the_plain_model_comes_back_and_computes_the_same(name: str, sharding_ty
         model = models.shard_as(model, sharding_type)
         assert isinstance(model, DistributedModelParallel)
         torch.testing.assert_close(models.predict(model, 0), expected[0], atol=1e-6, rtol=0)
-    plain = merge_(model) if searched else unshard_(model)
+    plain = dnis.merge_(model) if searched else unshard_(model)
     for seed in range(3):
         torch.testing.assert_close(models.predict(plain, seed), expected[seed], atol=1e-6, rtol=0)
     assert_plain_again(plain, original)
@@ -565,19 +507,19 @@ def test_the_plain_model_comes_back_and_computes_the_same(name: str, sharding_ty
 @pytest.mark.parametrize("training", [True, False])
 def test_the_mode_survives(training: bool) -> None:
     model = models.dlrm().train(training)
-    prepared = prepare_(model, models.blocks_for(model))
+    prepared = dnis.prepare_(model, models.blocks_for(model))
     assert {module.training for module in prepared.modules()} == {training}
-    assert {module.training for module in merge_(prepared).modules()} == {training}
+    assert {module.training for module in dnis.merge_(prepared).modules()} == {training}
 
 
 @pytest.mark.parametrize("sharding_type", [None, "table_wise"])
 def test_only_the_named_collections_are_wrapped(gloo, sharding_type: str | None) -> None:
     model = models.TwoCollections()
     expected = models.predict(model)
-    prepare_(model, models.blocks_for(model), fqns=["module.second"])
+    dnis.prepare_(model, models.blocks_for(model), fqns=["module.second"])
     assert list(wrapper.soft_selection_modules(model)) == ["module.second"]
     assert type(model.first) is EmbeddingBagCollection
-    merged = merge_(model if sharding_type is None else models.shard_as(model, sharding_type))
+    merged = dnis.merge_(model if sharding_type is None else models.shard_as(model, sharding_type))
     assert {type(module) for module in collections(merged).values()} == {EmbeddingBagCollection}
     torch.testing.assert_close(models.predict(merged), expected, atol=1e-6, rtol=0)
 
@@ -603,18 +545,18 @@ class Clamp(nn.Module):
 
 def test_a_model_merged_in_the_middle_of_a_pipeline_reads_the_bags_it_is_given(gloo) -> None:
     model = Clamped()
-    sharded = models.shard_as(prepare_(model, models.blocks_for(model)), "data_parallel")
+    sharded = models.shard_as(dnis.prepare_(model, models.blocks_for(model)), "data_parallel")
     optimizer = KeyedOptimizerWrapper(
         dict(sharded.named_parameters()), lambda parameters: torch.optim.SGD(parameters, lr=0.1)
     )
-    pipeline = BilevelTrainPipeline(sharded, optimizer, torch.device("cpu"))
+    pipeline = dnis.BilevelTrainPipeline(sharded, optimizer, torch.device("cpu"))
     batches = [
         Batch(torch.zeros(models.BATCH_SIZE, 0), features(seed), torch.zeros(models.BATCH_SIZE)) for seed in range(6)
     ]
-    stream = BilevelStream(batches, batches, LevelSchedule(warm_up_steps=1))
+    stream = dnis.BilevelStream(batches, batches, dnis.LevelSchedule(warm_up_steps=1))
     for _ in range(4):
         pipeline.progress(stream)
-    merged = merge_(sharded)
+    merged = dnis.merge_(sharded)
     assert type(merged.clamp) is Clamp
     for batch in batches:
         expected = merged.over(merged.collection(Clamp()(batch.sparse_features)).values())
@@ -623,11 +565,11 @@ def test_a_model_merged_in_the_middle_of_a_pipeline_reads_the_bags_it_is_given(g
 
 def test_multi_hot_features_are_split_and_others_are_not() -> None:
     model = models.TwoCollections()
-    prepare_(model, models.blocks_for(model), multi_hot_features=[f"{models.MULTI_HOT}_id", "movie_id"])
+    dnis.prepare_(model, models.blocks_for(model), multi_hot_features=[f"{models.MULTI_HOT}_id", "movie_id"])
     outputs = {o.feature: o.is_multi_hot for m in wrapper.soft_selection_modules(model).values() for o in m.outputs}
     assert outputs == {"user_id": False, "genre_id": True, "movie_id": True}
     model = models.TwoCollections()
-    prepare_(model, models.blocks_for(model))  # as counted
+    dnis.prepare_(model, models.blocks_for(model))  # as counted
     outputs = {o.feature: o.is_multi_hot for m in wrapper.soft_selection_modules(model).values() for o in m.outputs}
     assert outputs == {"user_id": False, "genre_id": True, "movie_id": False}
 
@@ -638,14 +580,14 @@ def test_multi_hot_features_are_split_and_others_are_not() -> None:
 def check_refused(model: nn.Module, blocks: RowBlocks, error: type[Exception], place: str, **options) -> None:
     before = structure(model)
     with pytest.raises(error, match=f"^{place}"):
-        prepare_(model, blocks, **options)
+        dnis.prepare_(model, blocks, **options)
     assert structure(model) == before
 
 
 def blocks_of_rows(**rows: int) -> RowBlocks:
     configs = [replace(config, num_embeddings=rows[config.name]) for config in models.tables(*rows)]
     counts = {name: torch.arange(number) for name, number in rows.items()}
-    return blocks_from_counts(FrequencyCounts(counts, {}, 1), configs)
+    return dnis.blocks_from_counts(FrequencyCounts(counts, {}, 1), configs)
 
 
 WITHOUT_MOVIE = {"user": 12, "genre": 7}
@@ -663,7 +605,13 @@ SHORT_MOVIE = WITHOUT_MOVIE | {"movie": 4}
         (models.TwoCollections, WITHOUT_MOVIE, ValueError, "table 'movie'", {}),
         (models.TwoCollections, SHORT_MOVIE, ValueError, "table 'movie'", {}),
         (lambda: nn.ModuleDict({"one": collection(), "two": collection()}), SHORT_MOVIE, ValueError, "table names", {}),
-        (lambda: prepare_(models.dlrm(), models.blocks_for(models.dlrm())), SHORT_MOVIE, RuntimeError, "prepare_", {}),
+        (
+            lambda: dnis.prepare_(models.dlrm(), models.blocks_for(models.dlrm())),
+            SHORT_MOVIE,
+            RuntimeError,
+            "prepare_",
+            {},
+        ),
         (lambda: models.shard_as(models.dlrm(), "table_wise"), SHORT_MOVIE, RuntimeError, "FQN ", {}),
     ],
 )
@@ -677,7 +625,7 @@ def test_what_cannot_be_prepared(
 
 
 def test_what_was_never_prepared_cannot_be_merged() -> None:
-    for function in (merge_, fold_):
+    for function in (dnis.merge_, fold_):
         with pytest.raises(RuntimeError, match="merge_"):
             function(models.dlrm())
 
@@ -698,7 +646,7 @@ class Tied(nn.Module):
 
     def blocks(self) -> RowBlocks:
         configs = [*self.one.embedding_bag_configs(), *self.two.embedding_bag_configs()]
-        return blocks_from_counts(FrequencyCounts({name: torch.arange(12) for name in self.bags}, {}, 1), configs)
+        return dnis.blocks_from_counts(FrequencyCounts({name: torch.arange(12) for name in self.bags}, {}, 1), configs)
 
 
 def tie_tables_of_two(model: Tied) -> None:
@@ -737,13 +685,13 @@ def test_tables_that_share_weights(tie: Callable[[Tied], None], fqns: list[str] 
     place = rf"table '{table}': .* '{re.escape(other)}\.weight'"
     check_refused(model, model.blocks(), ValueError, place, fqns=fqns)
     if tie is tie_table_and_layer:
-        prepare_(model, model.blocks(), fqns=["one"])
+        dnis.prepare_(model, model.blocks(), fqns=["one"])
         assert list(wrapper.soft_selection_modules(model)) == ["one"]
 
 
 def test_tables_without_memory_are_told_apart() -> None:
     model = Tied("meta")
-    prepare_(model, model.blocks())
+    dnis.prepare_(model, model.blocks())
     assert list(wrapper.soft_selection_modules(model)) == ["one", "two"]
     model = Tied("meta")
     model.bags["genre"].weight = model.bags["user"].weight
@@ -758,12 +706,12 @@ class SeveralRanks:
 
 @pytest.mark.usefixtures("gloo")
 def test_a_model_over_several_ranks_is_folded_where_it_is() -> None:
-    sharded = models.shard_as(prepare_(models.dlrm(), models.blocks_for(models.dlrm())), "table_wise")
+    sharded = models.shard_as(dnis.prepare_(models.dlrm(), models.blocks_for(models.dlrm())), "table_wise")
     models.randomise_alpha_(sharded)
     expected = models.predict(sharded)
     [own] = wrapper.soft_selection_modules(sharded).values()
     own.embedding_bag_collection._env = SeveralRanks
-    assert merge_(sharded) is sharded
+    assert dnis.merge_(sharded) is sharded
     assert (models.alpha_of(sharded).of(8) == 1).all()
     torch.testing.assert_close(models.predict(sharded), expected, atol=1e-6, rtol=0)
 
@@ -781,11 +729,11 @@ def test_merging_makes_sequence_embeddings_plain_too(gloo: object, kind: str) ->
     config = EmbeddingConfig(name="sequence", num_embeddings=9, embedding_dim=8, feature_names=["movie_id"])
     model = nn.ModuleDict({"pooled": collection(), "sequence": EmbeddingCollection(tables=[config])})
     expected = model["sequence"](features())["movie_id"].values().detach()
-    sharders = [CpuEmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
-    prepared = prepare_(model, models.blocks_for(model), fqns=["pooled"])
+    sharders = [dnis.CpuEmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
+    prepared = dnis.prepare_(model, models.blocks_for(model), fqns=["pooled"])
     constraints = {"sequence": ParameterConstraints(sharding_types=[kind])}
-    plan = make_sharding_plan(prepared, torch.device("cpu"), sharders, constraints=constraints)
-    merged = merge_(shard_model(prepared, torch.device("cpu"), plan, sharders))
+    plan = dnis.make_sharding_plan(prepared, torch.device("cpu"), sharders, constraints=constraints)
+    merged = dnis.merge_(dnis.shard_model(prepared, torch.device("cpu"), plan, sharders))
     assert not [fqn for fqn, module in merged.named_modules() if isinstance(module, ShardedModule)]
     assert type(merged["sequence"]) is EmbeddingCollection
     assert merged["sequence"].embedding_configs()[0].feature_names == ["movie_id"]
@@ -796,12 +744,12 @@ def test_merging_names_what_stays_sharded(gloo: object) -> None:
     beside = nn.EmbeddingBag(8, 4, mode="sum", include_last_offset=True)
     model = nn.ModuleDict({"pooled": collection(), "beside": beside, "over": nn.Linear(1, 1)})
     prepared, sharders = (
-        prepare_(model, models.blocks_for(model)),
+        dnis.prepare_(model, models.blocks_for(model)),
         [EmbeddingBagCollectionSharder(), EmbeddingBagSharder()],
     )
     sharded = DistributedModelParallel(prepared, device=torch.device("cpu"), sharders=sharders)
     with pytest.warns(UserWarning, match="some modules stay sharded, got {'beside': 'ShardedEmbeddingBag'}"):
-        merged = merge_(sharded)
+        merged = dnis.merge_(sharded)
     assert type(merged["pooled"]) is EmbeddingBagCollection
 
 
@@ -809,10 +757,10 @@ def test_a_model_in_distributed_data_parallel_is_prepared_inside_of_it(gloo) -> 
     model, kjt = nn.ModuleDict({"ebc": collection()}), features()
     expected = model["ebc"](kjt).values()
     wrapped = nn.parallel.DistributedDataParallel(model)
-    assert prepare_(wrapped, models.blocks_for(model)) is wrapped
+    assert dnis.prepare_(wrapped, models.blocks_for(model)) is wrapped
     assert list(wrapper.soft_selection_modules(wrapped)) == ["ebc"]
     torch.testing.assert_close(model["ebc"](kjt).values(), expected)
-    assert type(merge_(wrapped)["ebc"]) is EmbeddingBagCollection
+    assert type(dnis.merge_(wrapped)["ebc"]) is EmbeddingBagCollection
 
 
 SHARDED_AS = (None, "table_wise", "column_wise", "data_parallel")
@@ -823,7 +771,7 @@ def prepared_and_plain(name: str, sharding_type: str | None) -> tuple[nn.Module,
     if name == "sequences":
         return interest_model(sharding_type, is_prepared=True), interest_model(sharding_type, is_prepared=False)
     plain, prepared = models.MODELS[name](), models.MODELS[name]()
-    prepared = prepare_(prepared, models.blocks_for(prepared))
+    prepared = dnis.prepare_(prepared, models.blocks_for(prepared))
     models.randomise_alpha_(prepared)
     if sharding_type is None:
         return prepared, plain
@@ -834,7 +782,7 @@ def interest_model(kind: str | None, *, is_prepared: bool) -> nn.Module:
     """Prepared ones have weights of their own, and alpha below 1."""
     built = models.interest()
     if is_prepared:
-        prepare_(built, models.blocks_of(built, [models.make_batch(0)]))
+        dnis.prepare_(built, models.blocks_of(built, [models.make_batch(0)]))
         alpha = wrapper.soft_selection_modules(built)["sequences"].alpha
         for weight in [*built.parameters(), *map(alpha.of, alpha.dims)]:
             weight.detach().mul_(0.5)
@@ -844,7 +792,6 @@ def interest_model(kind: str | None, *, is_prepared: bool) -> nn.Module:
 
 
 def predict_any(model: nn.Module) -> Tensor:
-    """`predict`, also of `interest`."""
     if "sequences" not in dict(get_unwrapped_module(model).named_children()):
         return models.predict(model)
     batch = models.make_batch(1)
@@ -894,7 +841,7 @@ def test_a_prepared_state_comes_back_with_alpha_and_a_merged_one_is_plain(name: 
     other.load_state_dict(state)
     expected = predict_any(prepared)
     assert torch.equal(predict_any(other), expected)
-    plain.load_state_dict(wrapper.plain_state_dict(merge_(prepared)), strict=True)
+    plain.load_state_dict(wrapper.plain_state_dict(dnis.merge_(prepared)), strict=True)
     torch.testing.assert_close(predict_any(plain), expected, atol=1e-6, rtol=0)
 
 

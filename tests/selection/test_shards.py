@@ -1,7 +1,5 @@
 """Local shards of plain, wrapped and sharded collections, and merging alpha into them."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -24,27 +22,18 @@ from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection
 from torchrec.modules.itep_modules import GenericITEPModule
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
-from torchrec.modules.mc_modules import (
-    DistanceLFU_EvictionPolicy,
-    ManagedCollisionCollection,
-    MCHManagedCollisionModule,
-)
+from torchrec.modules.mc_modules import LFU_EvictionPolicy, ManagedCollisionCollection, MCHManagedCollisionModule
 from torchrec.modules.mlp import MLP
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from dnis_torchrec.artifact.export import export
-from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
+import dnis_torchrec as dnis
+from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.counts import FrequencyCounts
-from dnis_torchrec.data.recipe import DataSplits, Recipe
-from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.ops.select import are_compiled
-from dnis_torchrec.search.prune import Size, prune
 from dnis_torchrec.selection import shards as shards_module
 from dnis_torchrec.selection.alpha import SelectPooled
 from dnis_torchrec.selection.on_shards import ShardSelection, select_on_shards_
-from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
 from dnis_torchrec.selection.shards import TableShard, table_configs
-from dnis_torchrec.selection.swap import merge_, prepare_
 from dnis_torchrec.training.shard import shard as shard_for_training
 from tests.models import blocks_of, kernels_of, lookups_of, operators
 from tests.selection import shard_cases
@@ -163,8 +152,8 @@ def test_what_cannot_be_moved_selects_behind_the_collection(gloo: dist.ProcessGr
     counts = FrequencyCounts(
         {name: torch.ones(rows, dtype=torch.int64) for name, rows in shard_cases.ROWS.items()}, {}, 30
     )
-    prepare_(
-        single, blocks_from_counts(counts, shard_cases.tables(), num_blocks=3, least_rows=1), multi_hot_features=[]
+    dnis.prepare_(
+        single, dnis.blocks_from_counts(counts, shard_cases.tables(), num_blocks=3, least_rows=1), multi_hot_features=[]
     )
     assert isinstance(
         select_on_shards_(shard_scenario(single, "table_wise", gloo)).module["ebc"].selection, SelectPooled
@@ -236,7 +225,7 @@ def test_small_tables_are_multiplied(
 ) -> None:
     """Small beside a batch; a fused optimizer would step the multiplied ones."""
     recipe = make_recipe(optimizer=optimizer)
-    task = TrainTask(prepare_(recipe.model, blocks_of(recipe.model, recipe.data.train)), recipe.loss)
+    task = dnis.TrainTask(dnis.prepare_(recipe.model, blocks_of(recipe.model, recipe.data.train)), recipe.loss)
     model, _ = shard_for_training(task, recipe, CPU, is_replicated=replicated, batch_size=batch_size)
     if not isinstance(kernels_of(model)[0].forward, ShardSelection):
         select_on_shards_(model)
@@ -245,13 +234,13 @@ def test_small_tables_are_multiplied(
 
 # Collections that do not look up what they are given are refused by name
 
-SHARDERS = [CpuEmbeddingBagCollectionSharder()]
+SHARDERS = [dnis.CpuEmbeddingBagCollectionSharder()]
 TABLE = EmbeddingBagConfig(name="t", num_embeddings=12, embedding_dim=8, feature_names=["f"])
 COUNTS = FrequencyCounts({"t": torch.arange(12, 0, -1)}, {"f": 3}, 30)
 
 
 def one_blocks() -> RowBlocks:
-    return blocks_from_counts(COUNTS, [TABLE], num_blocks=3, least_rows=1)
+    return dnis.blocks_from_counts(COUNTS, [TABLE], num_blocks=3, least_rows=1)
 
 
 def one_table(*, weighted: bool = False) -> EmbeddingBagCollection:
@@ -262,7 +251,6 @@ class Scaled(EmbeddingBagCollection):
     """A subclass that returns something else."""
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Twice what the collection returns."""
         pooled = super().forward(features)
         return KeyedTensor(pooled.keys(), pooled.length_per_key(), 2 * pooled.values())
 
@@ -275,22 +263,14 @@ class Processed(FeatureProcessedEmbeddingBagCollection):
     """A subclass of TorchRec's feature processors, which its sharder does not know."""
 
 
-def position_weighted() -> nn.Module:
-    return Processed(one_table(weighted=True), {"f": PositionWeightedModule(5)})
-
-
 class Managed(ManagedCollisionEmbeddingBagCollection):
     """A subclass of TorchRec's managed collisions, which its sharder does not know."""
 
 
 def managed_collisions() -> nn.Module:
-    policy = DistanceLFU_EvictionPolicy()
+    policy = LFU_EvictionPolicy()
     remap = MCHManagedCollisionModule(zch_size=12, device=CPU, eviction_policy=policy, eviction_interval=5)
     return Managed(one_table(), ManagedCollisionCollection({"t": remap}, [TABLE]))
-
-
-def pruned_in_training() -> nn.Module:
-    return ITEPEmbeddingBagCollection(one_table(), GenericITEPModule({}, []))
 
 
 def hooked() -> nn.Module:
@@ -306,9 +286,15 @@ def patched() -> nn.Module:
 
 
 UNSUPPORTED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "feature processor": (position_weighted, "Processed 'e'"),
+    "feature processor": (
+        lambda: Processed(one_table(weighted=True), {"f": PositionWeightedModule(5)}),
+        "Processed 'e'",
+    ),
     "managed collisions": (managed_collisions, "Managed 'e'"),
-    "pruning in training": (pruned_in_training, "ITEPEmbeddingBagCollection 'e'"),
+    "pruning in training": (
+        lambda: ITEPEmbeddingBagCollection(one_table(), GenericITEPModule({}, [])),
+        "ITEPEmbeddingBagCollection 'e'",
+    ),
     "subclass": (lambda: Scaled(tables=[TABLE]), "Scaled with a forward of its own"),
     "hook": (hooked, "one with hooks"),
     "patched": (patched, "EmbeddingBagCollection with a forward of its own"),
@@ -323,24 +309,26 @@ def model_with(name: str) -> tuple[nn.Module, str]:
 @pytest.mark.parametrize("name", list(UNSUPPORTED))
 def test_it_is_refused_wherever_a_model_comes_in(gloo: dist.ProcessGroup, name: str, tmp_path: Path) -> None:
     plain = nn.ModuleDict({"e": one_table()})
-    plan, size = make_sharding_plan(plain, CPU, SHARDERS), Size(compression=2)
-    scheme = prune(plain, one_blocks(), COUNTS, size=size)
+    plan, size = dnis.make_sharding_plan(plain, CPU, SHARDERS), dnis.Size(compression=2)
+    scheme = dnis.prune(plain, one_blocks(), COUNTS, size=size)
     model, kind = model_with(name)
     before = {fqn: type(module) for fqn, module in model.named_modules()}
-    data = DataSplits(train=[], validation=[], selection=[], test=[])
+    data = dnis.DataSplits(train=[], validation=[], selection=[], test=[])
     for call in (
-        lambda: prepare_(model, one_blocks()),
-        lambda: make_sharding_plan(model, CPU, SHARDERS),
+        lambda: dnis.prepare_(model, one_blocks()),
+        lambda: dnis.make_sharding_plan(model, CPU, SHARDERS),
         lambda: table_configs(model),
-        lambda: prune(model, one_blocks(), COUNTS, size=size),
-        lambda: export(model, scheme, tmp_path / "artifact"),
+        lambda: dnis.prune(model, one_blocks(), COUNTS, size=size),
+        lambda: dnis.export(model, scheme, tmp_path / "artifact"),
     ):
         with pytest.raises(NotImplementedError, match=f"^FQN 'e.*{kind}"):
             call()
     with pytest.raises((NotImplementedError, ValueError), match="FQN 'e"):
-        shard_model(model, CPU, plan, SHARDERS)
+        dnis.shard_model(model, CPU, plan, SHARDERS)
     with pytest.raises(NotImplementedError):
-        shard_for_training(TrainTask(model, nn.MSELoss()), Recipe(model=model, data=data, loss=nn.MSELoss()), CPU)
+        shard_for_training(
+            dnis.TrainTask(model, nn.MSELoss()), dnis.Recipe(model=model, data=data, loss=nn.MSELoss()), CPU
+        )
     assert {fqn: type(module) for fqn, module in model.named_modules()} == before
 
 
@@ -348,10 +336,10 @@ def test_a_plan_for_other_modules_is_refused(gloo: dist.ProcessGroup) -> None:
     """TorchRec draws weights of what it takes from a CPU anew."""
     fused = FusedEmbeddingBagCollection([TABLE], torch.optim.SGD, {"lr": 0.1})
     model = nn.ModuleDict({"e": one_table(), "other": fused})
-    plan = make_sharding_plan(model, CPU, SHARDERS)
+    plan = dnis.make_sharding_plan(model, CPU, SHARDERS)
     plan.plan["other"] = plan.plan["e"]
     with pytest.raises(NotImplementedError, match=r"FQN 'other': supported are .* got FusedEmbeddingBagCollection"):
-        shard_model(model, CPU, plan, SHARDERS)
+        dnis.shard_model(model, CPU, plan, SHARDERS)
 
 
 @pytest.mark.parametrize(
@@ -371,7 +359,7 @@ def test_what_users_change_in_a_table_and_sharding_would_lose_is_refused(
     model = nn.ModuleDict({"e": one_table()})
     change(model["e"].embedding_bags)
     with pytest.raises(NotImplementedError, match=f"FQN 'e', table 't': supported are .* got {received}"):
-        prepare_(model, one_blocks())
+        dnis.prepare_(model, one_blocks())
 
 
 class Perceptron(CopyableMixin, MLP):
@@ -382,7 +370,6 @@ class Perceptron(CopyableMixin, MLP):
         self.e = one_table()
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """The perceptron of what is looked up."""
         return MLP.forward(self, self.e(features).values())
 
 
@@ -390,7 +377,6 @@ class Tower(nn.Module):
     """What a tower of TorchRec's does with pooled embeddings."""
 
     def forward(self, pooled: KeyedTensor) -> torch.Tensor:
-        """Their values."""
         return pooled.values()
 
 
@@ -406,22 +392,24 @@ def test_modules_that_only_call_a_collection_are_supported(gloo: dist.ProcessGro
     model = nn.ModuleDict({"m": HOLDERS[name]()})
     features = KeyedJaggedTensor(keys=["f"], values=torch.tensor([3, 11, 0]), lengths=torch.tensor([2, 0, 1]))
     expected = model["m"](features)
-    model = prepare_(model, one_blocks())
+    model = dnis.prepare_(model, one_blocks())
     torch.testing.assert_close(model["m"](features), expected)
-    sharded = shard_model(model, CPU)
+    sharded = dnis.shard_model(model, CPU)
     torch.testing.assert_close(get_unwrapped_module(sharded)["m"](features), expected)
-    torch.testing.assert_close(merge_(sharded)["m"](features), expected)
+    torch.testing.assert_close(dnis.merge_(sharded)["m"](features), expected)
 
 
 def test_a_subclass_is_searched_like_the_plain_collection(gloo: dist.ProcessGroup) -> None:
     """TorchRec's sharders take no subclasses: the wrapper looks up in a plain one."""
-    single_id = blocks_from_counts(FrequencyCounts(COUNTS.counts, {"f": 1}, 30), [TABLE], num_blocks=3, least_rows=1)
-    model = prepare_(nn.ModuleDict({"e": Named(tables=[TABLE])}), single_id)
+    single_id = dnis.blocks_from_counts(
+        FrequencyCounts(COUNTS.counts, {"f": 1}, 30), [TABLE], num_blocks=3, least_rows=1
+    )
+    model = dnis.prepare_(nn.ModuleDict({"e": Named(tables=[TABLE])}), single_id)
     features = KeyedJaggedTensor(keys=["f"], values=torch.tensor([3, 11]), lengths=torch.tensor([1, 1]))
     expected = model["e"](features).values()
-    sharded = shard_model(model, CPU)
+    sharded = dnis.shard_model(model, CPU)
     torch.testing.assert_close(get_unwrapped_module(sharded)["e"](features).values(), expected)
     plain = nn.ModuleDict({"e": Named(tables=[TABLE])})
-    plan = make_sharding_plan(plain, CPU, SHARDERS)
+    plan = dnis.make_sharding_plan(plain, CPU, SHARDERS)
     with pytest.raises(ValueError, match=r"under FQN 'e', got none; .* sharders take no subclass, such as Named"):
-        shard_model(plain, CPU, plan, SHARDERS)
+        dnis.shard_model(plain, CPU, plan, SHARDERS)

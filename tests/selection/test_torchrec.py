@@ -1,7 +1,5 @@
 """Sharded collections read the features of every batch by name, and weights as the unsharded collection does."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import itertools
@@ -26,18 +24,13 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+import dnis_torchrec as dnis
 from dnis_torchrec import selection
 from dnis_torchrec.allocation.curvature import curvature
-from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.blocks.counts import count_frequencies
-from dnis_torchrec.data.recipe import DataSplits, Recipe
-from dnis_torchrec.data.task import TrainTask
-from dnis_torchrec.search.pipeline import BilevelTrainPipeline
-from dnis_torchrec.search.schedule import BilevelStream, LevelSchedule
+from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.selection.on_shards import select_on_shards_
-from dnis_torchrec.selection.plan import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
 from dnis_torchrec.selection.shards import collections, local_shards
-from dnis_torchrec.selection.swap import merge_, prepare_, unshard_
+from dnis_torchrec.selection.swap import unshard_
 from dnis_torchrec.selection.torchrec import read_by_name_
 from dnis_torchrec.selection.wrapper import plain_state_dict
 from dnis_torchrec.training.loop import train_plainly
@@ -82,8 +75,8 @@ def bags(keys: tuple[str, ...] = KEYS, *, longest: int = 1, weighted: bool = Fal
 
 
 def prepared_by_name(model: nn.Module, longest: int) -> nn.Module:
-    counts = count_frequencies([bags(longest=longest)], tables())
-    return prepare_(model, blocks_from_counts(counts, tables(), num_blocks=3, least_rows=1))
+    counts = dnis.count_frequencies([bags(longest=longest)], tables())
+    return dnis.prepare_(model, dnis.blocks_from_counts(counts, tables(), num_blocks=3, least_rows=1))
 
 
 def collection(*, weighted: bool = False) -> nn.ModuleDict:
@@ -124,7 +117,9 @@ def test_sequence_embeddings_are_read_by_name_and_keep_their_weights(gloo: dist.
     configs = [EmbeddingConfig(name=n, num_embeddings=NUM_ROWS, embedding_dim=8, feature_names=[n]) for n in ("a", "b")]
     model = nn.ModuleDict({"ec": EmbeddingCollection(tables=configs)})
     expected = {name: jagged.values() for name, jagged in model["ec"](bags()).items()}
-    read = get_unwrapped_module(shard_model(model, CPU, make_sharding_plan(model, CPU, SHARDERS), SHARDERS))["ec"]
+    read = get_unwrapped_module(dnis.shard_model(model, CPU, dnis.make_sharding_plan(model, CPU, SHARDERS), SHARDERS))[
+        "ec"
+    ]
     if was_called:
         del vars(read)["input_dist"]
         read(bags(("x", "b", "a")))
@@ -239,8 +234,6 @@ TWO_TABLES = [
 
 
 class FrozenNet(nn.Module):
-    """Two tables, one of them frozen, and a linear layer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.ebc = EmbeddingBagCollection(tables=TWO_TABLES)
@@ -248,7 +241,6 @@ class FrozenNet(nn.Module):
         self.over = nn.Linear(16, 1)
 
     def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
-        """A logit per sample."""
         return self.over(self.ebc(sparse_features).values())
 
 
@@ -273,12 +265,12 @@ def table_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def sharded_net(task: nn.Module, kind: str, kernel: str) -> DistributedModelParallel:
     decay = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.5, "weight_decay": 0.1}
-    sharders = [CpuEmbeddingBagCollectionSharder(fused_params=decay)]
+    sharders = [dnis.CpuEmbeddingBagCollectionSharder(fused_params=decay)]
     plan = plan_by(task, kind, sharders)
     for planned in plan.plan.values():
         for sharding in planned.values():
             sharding.compute_kernel = kernel
-    return shard_model(task, CPU, plan, sharders)
+    return dnis.shard_model(task, CPU, plan, sharders)
 
 
 def adam_with_decay(model: nn.Module) -> KeyedOptimizerWrapper:
@@ -287,7 +279,7 @@ def adam_with_decay(model: nn.Module) -> KeyedOptimizerWrapper:
 
 
 def prepared_net(net: FrozenNet, batches: list[Batch]) -> FrozenNet:
-    return prepare_(net, blocks_of(net, batches, num_blocks=3))
+    return dnis.prepare_(net, blocks_of(net, batches, num_blocks=3))
 
 
 def warm_up(model: nn.Module) -> WarmupOptimizer:
@@ -314,12 +306,12 @@ def test_a_frozen_table_keeps_its_bits_and_stays_frozen(
     """Under weight decay, too, inside the backward pass and outside of it, and under a schedule of all rates."""
     batches, net = make_batches(6, longest=longest), FrozenNet()
     before = table_weights(copy.deepcopy(net))
-    task = TrainTask(prepared_net(net, batches) if searched else net, nn.BCEWithLogitsLoss())
+    task = dnis.TrainTask(prepared_net(net, batches) if searched else net, nn.BCEWithLogitsLoss())
     model = sharded_net(task, kind, kernel)
     optimizer = make_optimizer(model)
     if searched:
-        pipeline = BilevelTrainPipeline(model, optimizer, CPU)
-        stream = BilevelStream(batches, batches, LevelSchedule(warm_up_steps=100))
+        pipeline = dnis.BilevelTrainPipeline(model, optimizer, CPU)
+        stream = dnis.BilevelStream(batches, batches, dnis.LevelSchedule(warm_up_steps=100))
         for _ in range(6):
             pipeline.progress(stream)
         pipeline.detach()
@@ -332,7 +324,7 @@ def test_a_frozen_table_keeps_its_bits_and_stays_frozen(
     learns = {name.split(".")[-2]: weight.requires_grad for name, weight in model.named_parameters()}
     assert not learns[FROZEN]
     assert learns[LEARNING]
-    plain = merge_(model) if searched else unshard_(model)
+    plain = dnis.merge_(model) if searched else unshard_(model)
     bags = next(iter(collections(plain).values())).embedding_bags
     assert {name: bag.weight.requires_grad for name, bag in bags.items()} == {FROZEN: False, LEARNING: True}
     assert torch.equal(bags[FROZEN].weight, before[FROZEN])
@@ -342,9 +334,9 @@ def test_a_frozen_table_keeps_its_bits_and_stays_frozen(
 def test_plain_training_leaves_a_frozen_table_alone(gloo: dist.ProcessGroup, tmp_path: Path, optimizer: str) -> None:
     batches, net = make_batches(4), FrozenNet()
     before = table_weights(copy.deepcopy(net))
-    splits = DataSplits(train=batches, validation=batches, selection=batches, test=batches)
-    recipe = Recipe(model=net, data=splits, loss=nn.BCEWithLogitsLoss(), table_optimizer=optimizer)
-    model, stepper = shard(TrainTask(net, recipe.loss), recipe, CPU)
+    splits = dnis.DataSplits(train=batches, validation=batches, selection=batches, test=batches)
+    recipe = dnis.Recipe(model=net, data=splits, loss=nn.BCEWithLogitsLoss(), table_optimizer=optimizer)
+    model, stepper = shard(dnis.TrainTask(net, recipe.loss), recipe, CPU)
     set_learning_rates_(model, stepper, tables=0.1, dense=0.1)
     train_plainly(model, stepper, recipe, CPU, max_epochs=2, patience=2)
     assert_one_learnt(table_weights(model), before)
@@ -374,10 +366,10 @@ def test_a_frozen_table_of_sequence_embeddings(gloo: dist.ProcessGroup, kind: st
 
 def test_a_model_that_a_user_shards_alone_is_refused(gloo: dist.ProcessGroup) -> None:
     batches = make_batches(2)
-    task = TrainTask(prepared_net(FrozenNet(), batches), nn.BCEWithLogitsLoss())
+    task = dnis.TrainTask(prepared_net(FrozenNet(), batches), nn.BCEWithLogitsLoss())
     model = DistributedModelParallel(task, device=CPU)
     with pytest.raises(NotImplementedError, match=r"FQN 'model.ebc': supported are frozen tables .*\['kept'\]"):
-        BilevelTrainPipeline(model, adam_with_decay(model), CPU)
+        dnis.BilevelTrainPipeline(model, adam_with_decay(model), CPU)
 
 
 @pytest.mark.parametrize("frozen", [True, False])
@@ -388,9 +380,9 @@ def test_what_is_frozen_when_it_is_sharded_counts(gloo: dist.ProcessGroup, froze
     net = prepared_net(net, batches)
     net.ebc.embedding_bag_collection.embedding_bags[FROZEN].weight.requires_grad_(not frozen)
     before = table_weights(copy.deepcopy(net))
-    model = sharded_net(TrainTask(net, nn.BCEWithLogitsLoss()), "table_wise", "fused")
-    pipeline = BilevelTrainPipeline(model, adam_with_decay(model), CPU)
-    stream = BilevelStream(batches, batches, LevelSchedule(warm_up_steps=100))
+    model = sharded_net(dnis.TrainTask(net, nn.BCEWithLogitsLoss()), "table_wise", "fused")
+    pipeline = dnis.BilevelTrainPipeline(model, adam_with_decay(model), CPU)
+    stream = dnis.BilevelStream(batches, batches, dnis.LevelSchedule(warm_up_steps=100))
     for _ in batches:
         pipeline.progress(stream)
     after = table_weights(pipeline.detach())

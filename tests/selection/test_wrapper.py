@@ -1,7 +1,5 @@
 """alpha and the pure functions on it: against the equations, row by row, and against numerical gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torchrec.distributed.planner.types import ParameterConstraints
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -31,6 +29,7 @@ from tests.models import features as pooled_features
 from tests.models import sequence_features as features
 from tests.models import sequence_tables as tables
 from tests.reference import ReferenceTable, pooled_reference
+from tests.tiny import bag_config
 from tests.triton_on_numpy import without_triton
 
 seeds = st.integers(0, 2**31)
@@ -147,7 +146,6 @@ def test_of_a_key_that_occurs_twice_the_later_one_is_checked_and_read(compiled: 
 
 
 def is_refused(check: Callable[[], object]) -> bool:
-    """Whether a check raises."""
     try:
         check()
     except (ValueError, RuntimeError):
@@ -238,15 +236,10 @@ def cases(draw):
     """Tables of several dims and poolings, shared features, bags that may be empty, KJT keys in any order."""
     weighted = draw(st.booleans())
     batch_size = draw(st.integers(1, 5))
+    poolings = st.sampled_from([PoolingType.SUM, PoolingType.MEAN])
     tables = [
-        EmbeddingBagConfig(
-            name=f"t{index}",
-            num_embeddings=draw(st.integers(2, 9)),
-            embedding_dim=draw(st.sampled_from([1, 3, 4])),
-            feature_names=features,
-            pooling=draw(st.sampled_from([PoolingType.SUM, PoolingType.MEAN])),
-        )
-        for index, features in enumerate([["single", "shared"], ["multi"], ["shared"]])
+        bag_config(f"t{index}", draw(st.integers(2, 9)), draw(st.sampled_from([1, 3, 4])), *of, pooling=draw(poolings))
+        for index, of in enumerate([["single", "shared"], ["multi"], ["shared"]])
     ]
     smallest = min(table.num_embeddings for table in tables)
     longest = {"single": 1, "multi": 4, "shared": draw(st.sampled_from([1, 4]))}

@@ -1,7 +1,5 @@
 """Served collections do what a model expects of TorchRec's: the stock modules are the oracle, one test a point."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from dataclasses import replace
@@ -348,7 +346,6 @@ class OnTensors(nn.Module):
         self.collection = collection
 
     def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        """``(B, sum of D)``."""
         stride = lengths.shape[1]
         bags = KeyedJaggedTensor(["f1", "f2"], ids, lengths=lengths.flatten(), stride=stride)
         pooled: Tensor = self.collection(bags).values()

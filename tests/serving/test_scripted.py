@@ -1,8 +1,5 @@
 """Models around served tables as files, in a process that has torch and the compiled operators, and no TorchRec."""
 
-from __future__ import annotations
-
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +12,6 @@ from torchrec.fx import symbolic_trace
 from torchrec.inference.modules import PredictModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.ops.build import LOOKUPS
 from tests.serving.test_contract import ROWS, SHARED, UNPOOLED, model_pair, pair
 
 pytestmark = [
@@ -60,7 +56,6 @@ class OnTensors(nn.Module):
         self.keys: list[str] = KEYS
 
     def forward(self, dense: Tensor, values: Tensor, lengths: Tensor, weights: Tensor) -> Tensor:
-        """What the model gives."""
         bags = KeyedJaggedTensor(self.keys, values, weights, lengths=lengths.flatten(), stride=dense.shape[0])
         return self.model(dense, bags)
 
@@ -73,7 +68,6 @@ class Sequences(nn.Module):
         self.tables = tables
 
     def forward(self, _: Tensor, features: KeyedJaggedTensor) -> Tensor:
-        """``(ids, D)``."""
         return torch.cat([sequence.values() for sequence in self.tables(features).values()])
 
 
@@ -81,7 +75,6 @@ class Predictor(PredictModule):
     """What TorchRec's predict factories trace and then script."""
 
     def predict_forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Predicts."""
         bags = KeyedJaggedTensor(KEYS, batch["values"], batch["weights"], lengths=batch["lengths"].flatten())
         return {"default": self.predict_module(batch["dense"], bags)}
 
@@ -146,11 +139,9 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[nn.Modu
                 models[name], served = model_pair(kind, form, is_weighted=is_weighted)
             write(folder, name, served.eval())
     torch.save((list(MODELS), BATCHES), folder / "batches")
-    fbgemm = importlib.util.find_spec("fbgemm_gpu")
-    assert fbgemm is not None
-    assert fbgemm.origin is not None
-    libraries = [LOOKUPS.build(), Path(fbgemm.origin).with_name("fbgemm_gpu_py.so")]
-    command = [sys.executable, "-W", "ignore", "-c", READER, str(folder), *map(str, libraries)]
+    names = ("packed_", "fbgemm_gpu_py")
+    libraries = [path for path in torch.ops.loaded_libraries if Path(path).name.startswith(names)]
+    command = [sys.executable, "-W", "ignore", "-c", READER, str(folder), *libraries]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     results = torch.load(folder / "outputs", weights_only=True)

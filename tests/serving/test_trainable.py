@@ -1,7 +1,5 @@
 """Mixed-dimension tables equal the pruned ones and train; narrow tables; rows that the counts never saw."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable
@@ -43,15 +41,8 @@ def one_table(routing: RowRouting = SORTED, **fields: object) -> tuple[MixedDime
 def trainable(
     routing: RowRouting = SORTED, **fields: object
 ) -> tuple[MixedDimensionEmbeddingBagCollection, dict[str, torch.Tensor]]:
-    """What trains and serves `one_table`, and the table."""
     scheme, tables = one_table(routing, **fields)
     return MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables, new_rows=False), tables
-
-
-def with_unknown_ids(case: Case, unknown: list[int]) -> KeyedJaggedTensor:
-    """The case's bags with unknown ids in front of each."""
-    bags = {f: [[*((i, 1.0) for i in unknown), *bag] for bag in of_feature] for f, of_feature in case.bags.items()}
-    return Case(case.scheme, case.tables, bags, torch.int64).kjt()
 
 
 def expected_with_unknown(case: Case, num_unknown: int) -> dict[str, Tensor]:
@@ -258,8 +249,9 @@ def test_unknown_ids_give_zero_and_count(case: Case, compiled: bool, unknown: li
     options = {"unknown_ids": "zero", "new_rows": False}
     with lookups(compiled):
         module = MixedDimensionEmbeddingBagCollection.from_tables(case.scheme, case.tables, **options)
+    bags = {f: [[*((i, 1.0) for i in unknown), *bag] for bag in of_feature] for f, of_feature in case.bags.items()}
     with torch.no_grad():
-        pooled = module(with_unknown_ids(case, unknown)).to_dict()
+        pooled = module(Case(case.scheme, case.tables, bags, torch.int64).kjt()).to_dict()
     for name, expected in expected_with_unknown(case, len(unknown)).items():
         torch.testing.assert_close(pooled[name], expected, rtol=1e-5, atol=1e-5)
 
