@@ -26,15 +26,20 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 OWN_RECIPE = """
+import sys
+from importlib.metadata import entry_points
+
 import numpy as np, pandas as pd
 import dnis_torchrec as dnis
-from dnis_torchrec.search.settings import SearchSettings
 
 users = np.random.default_rng(0).integers(0, 50, 400)
 frame = pd.DataFrame({"user": users, "liked": users % 2})
 recipe = dnis.recipe_from_frame(frame, model="dlrm", label="liked", ids=["user"], embedding_dim=8)
-found = dnis.search(recipe, compression=4, settings=SearchSettings(epochs=1, num_blocks=2))
+found = dnis.search(recipe, compression=4)
 print(dnis.__version__, dnis.__file__, dnis.export(found.model, found.scheme, "artifact"), sep="\\n")
+(program,) = entry_points(group="console_scripts", name="dnis")
+sys.argv = ["dnis", "--help"]
+program.load()()
 """
 
 
@@ -142,11 +147,12 @@ def test_the_wheel_alone_searches_a_frame_where_nobody_has_a_clone(wheel: Path, 
     python = environment / "bin" / "python"
     pip: Sequence[str] = (sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-compile")
     run(*pip, "--no-deps", "--no-index", "--disable-pip-version-check", wheel, cwd=tmp_path)
-    version, file, artifact = run(python, "-c", OWN_RECIPE, cwd=tmp_path).split("\n")[:3]
+    version, file, artifact, *lines = run(python, "-c", OWN_RECIPE, cwd=tmp_path).split("\n")
     assert version == PROJECT["version"]
     assert Path(file).is_relative_to(site_packages)
     assert (tmp_path / artifact / "MODEL_CARD.md").is_file()
-    assert "search" in run(environment / "bin" / "dnis", "--help", cwd=tmp_path)
+    assert (environment / "bin" / "dnis").is_file()
+    assert "search" in " ".join(lines)
 
 
 def test_the_version_stands_in_one_place() -> None:

@@ -1,4 +1,7 @@
-"""The documentation: pages and links have targets; README, how-to pages and notebooks run; commands have options."""
+"""The documentation: pages and links have targets; README and how-to pages run; commands have options.
+
+Notebooks run in `docs.execute`, and compare what they gain themselves.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import doctest
 import pkgutil
 import re
 import shlex
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +23,6 @@ from PIL import Image
 
 import dnis_torchrec
 from dnis_torchrec.artifact.delta import read_state, write_delta
-from dnis_torchrec.artifact.load import read_scheme
 from docs import execute, pictures, quality, rooms, sentences, site
 from examples import own_data, synthetic
 from tests.programs import ROOT, SHORT, blocks, commands, dnis, run_blocks, run_python, shell_commands
@@ -30,7 +31,6 @@ DOCS = ROOT / "docs"
 PAGES = sorted([ROOT / "README.md", *DOCS.rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
 DOCUMENTS = [ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *PAGES]
 """Those that the site does not have come first."""
-NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.py"))
 
 
 def name_of(path: Path) -> str:
@@ -95,13 +95,11 @@ def test_what_a_page_names_is_there(page: Path) -> None:
 def test_every_page_has_a_place_in_the_site() -> None:
     entries = nav_entries(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
     pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
-    notebooks = {f"notebooks/{path.stem}.md" for path in NOTEBOOKS}
+    notebooks = {f"notebooks/{path.stem}.md" for path in execute.SCRIPTS}
     assert sorted(entries) == sorted(pages | notebooks | {site.START})
 
 
 def test_the_api_page_has_every_public_name() -> None:
-    import dnis_torchrec
-
     reference = site.reference()
     assert sorted(re.findall(r"^::: dnis_torchrec\.(\w+)$", reference, re.MULTILINE)) == sorted(dnis_torchrec.__all__)
     assert site.MARKER in (DOCS / "api.md").read_text(encoding="utf-8")
@@ -167,28 +165,6 @@ def test_commands_of_the_pages_are_those_that_there_are() -> None:
                 found[" ".join(words)] = unknown_words(words[start:])
     assert len(found) > 10
     assert {line: unknown for line, unknown in found.items() if unknown} == {}
-
-
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=name_of)
-def test_notebooks_run_and_gain_what_they_claim(notebook: Path, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {"__name__": "__main__"}
-    written = execute.notebook(notebook.read_text(encoding="utf-8"), names)
-    outputs = [cell["outputs"][0]["text"] for cell in written["cells"] if cell.get("outputs")]
-    assert len(outputs) > 1
-    if notebook.stem == "every_day":  # it compares its losses itself
-        assert read_scheme("artifact1").compression("packed") >= 20
-        return
-    assert names["found"].compression >= (8 if notebook.stem == "own_data" else 20)
-    if notebook.stem == "compress":
-        assert names["after"] < names["before"]
-        assert names["held_out_loss"](names["served"]) == pytest.approx(names["after"], abs=1e-5)
-    elif notebook.stem == "own_data":
-        assert (names["folder"] / "MODEL_CARD.md").is_file()
-    else:
-        losses = names["found"].outcome.selection_losses
-        assert losses["search"] < losses["compress"]
 
 
 def test_the_pictures_are_drawn_from_what_was_measured(tmp_path: Path) -> None:

@@ -73,4 +73,5 @@ print(found)
 folder = Path(tempfile.mkdtemp()) / "artifact"
 print(dnis.export(found.model, found.scheme, folder, encoder=recipe.data.encoder))
 print(f"{found.compression:.1f} times smaller")
+assert found.compression >= 8
 dnis.load_predictor(folder)(frame.tail())

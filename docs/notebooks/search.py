@@ -74,5 +74,10 @@ print(found)
 # These are losses on the selection split, at the same bytes. The loss of the search is the lower one.
 
 # %%
-for name, value in found.outcome.selection_losses.items():
-    print(f"{name}: {value:.4f}")
+losses = found.outcome.selection_losses
+for name, loss in losses.items():
+    print(f"{name}: {loss:.4f}")
+
+# %%
+assert found.compression >= 20
+assert losses["search"] < losses["compress"]

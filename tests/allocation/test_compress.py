@@ -435,7 +435,6 @@ def tables_of(collection: nn.Module) -> dict[str, nn.Module]:
 
 
 def problem_of(model: nn.Module, blocks: RowBlocks, batches: list[Batch], *, moves_shift: bool = True) -> _Problem:
-    """The problem of all columns of all blocks."""
     dims = {name: bag for own in collections(model).values() for name, bag in tables_of(own).items()}
     layout = _Layout(
         {name: torch.ones(blocks.routings[name].num_blocks, bag.weight.shape[1]).bool() for name, bag in dims.items()}

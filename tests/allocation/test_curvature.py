@@ -31,7 +31,7 @@ from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.data.task import Predictions, Task, TrainTask
 from dnis_torchrec.selection.shards import collections
 from tests import models
-from tests.models import NAMES, SHARDING_TYPES, ClickAndRating, Interest, alpha_of, interest, of_two, shard_as
+from tests.models import NAMES, ClickAndRating, Interest, alpha_of, interest, of_two, shard_as
 from tests.reference import ReferenceTable, couplings_reference, curvature_reference, pooled_reference
 from tests.tiny import make_recipe
 
@@ -78,7 +78,6 @@ class Net(nn.Module):
 
 
 def config(name: str, case: Case) -> EmbeddingBagConfig:
-    """Of one table."""
     return EmbeddingBagConfig(
         name=name,
         num_embeddings=ROWS[name],
@@ -131,7 +130,6 @@ def make_batch(case: Case, seed: int, size: int = 6) -> Batch:
 
 
 def make_batches(case: Case, num_batches: int = 2) -> list[Batch]:
-    """Batches of unlike sizes."""
     return [make_batch(case, seed, 6 - seed % 2) for seed in range(num_batches)]
 
 
@@ -227,17 +225,6 @@ def test_of_two_outputs(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
     assert_as_expected(
         curvature(make_model(case), batches, make_blocks(case), loss=loss), expected(case, batches, loss)
     )
-
-
-@pytest.mark.parametrize(
-    ("sharding_type", "name"),
-    [*((kind, "several ids") for kind in SHARDING_TYPES), ("column_wise", "mean"), ("table_wise", "weighted")],
-)
-@pytest.mark.usefixtures("gloo")
-def test_of_a_sharded_model(sharding_type: str, name: str) -> None:
-    case = CASES[name]
-    batches, model = make_batches(case), shard_as(make_model(case), sharding_type)
-    assert_as_expected(curvature(model, batches, make_blocks(case), loss=BCE), expected(case, batches, BCE))
 
 
 @pytest.mark.parametrize(

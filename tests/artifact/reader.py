@@ -79,14 +79,12 @@ class Reader:
             raise ValueError("a damaged manifest")
 
     def verify(self) -> None:
-        """Compares size and hash of every file."""
         for name, entry in self.manifest["files"].items():
             content = (self.folder / name).read_bytes()
             if len(content) != entry["bytes"] or hashlib.sha256(content).hexdigest() != entry["sha256"]:
                 raise ValueError(f"{name} is damaged")
 
     def tensors(self, name: str) -> dict[str, np.ndarray]:
-        """The tensors of one file, mapped."""
         with (self.folder / name).open("rb") as stream:
             mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
         found = {}
@@ -100,7 +98,6 @@ class Reader:
         return found
 
     def scheme(self) -> dict[str, np.ndarray]:
-        """The tensors of the scheme."""
         tensors: dict[str, np.ndarray] = {}
         for name in self.manifest["scheme"]:
             tensors |= self.tensors(name)

@@ -37,7 +37,6 @@ MANY = {"suppress_health_check": [HealthCheck.function_scoped_fixture], "deadlin
 
 
 def all_values(path: Path, form: str | None = None) -> Tensor:
-    """Every row of two tables as a form serves it."""
     return load(path, form=form)(reference.all_rows()).values()
 
 
@@ -46,7 +45,6 @@ def names_in(folder: Path) -> list[str]:
 
 
 def shards_of(path: Path) -> list[dict[str, Any]]:
-    """Of all tables, in both forms."""
     tables = read_manifest(path)["tables"].values()
     return [shard for table in tables for of_form in table["shards"].values() for shard in of_form]
 
@@ -206,22 +204,6 @@ def test_a_table_is_cut_where_its_bytes_are(tmp_path: Path) -> None:
         )
     sizes = [(path / shard["file"]).stat().st_size for shard in shards_of(path)]
     assert max(sizes) <= 2000
-
-
-def test_rows_are_read_once_and_a_rank_without_any_writes_nothing(tmp_path: Path) -> None:
-    tables, scheme = reference.coded_tables()
-    calls: list[tuple[int, int]] = []
-
-    def rows(first: int, last: int) -> Tensor:
-        calls.append((first, last))
-        return tables["user"][first:last]
-
-    (file,) = [f for f in write._packed_files(scheme, 2**31) if f.table.name == "user"]
-    file.make(tmp_path)
-    file.fill(tmp_path, 0, 10, rows)
-    assert calls == [(0, 10)]
-    assert list(write._write_blocks(tmp_path, 0, scheme.tables["user"], (5, 5, rows), 2**31)) == []
-    assert calls == [(0, 10)]
 
 
 # ---- the document is enough

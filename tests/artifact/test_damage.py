@@ -128,7 +128,6 @@ def forge(path: Path, name: str, change: Callable[[dict[str, Tensor]], object]) 
 
 
 def files_that_differ(path: Path) -> list[str]:
-    """The files of an artifact that are not as its manifest says."""
     return [finding.subject for finding in check_files(path)[1] if finding.status == "failed"]
 
 
@@ -381,7 +380,6 @@ def test_widths_that_leave_the_bytes_of_a_row_alone_stay_within_the_table(coded:
 
 
 def places(value: object, path: tuple = ()) -> Iterator[tuple]:
-    """The path of everything in a JSON value."""
     if path:
         yield path
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -782,12 +780,10 @@ def tiny_artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(tiny_artifact: Path, tmp_path: Path) -> Path:
-    """A copy to damage."""
     return Path(shutil.copytree(tiny_artifact, tmp_path / "copy"))
 
 
 def demo() -> dnis.Recipe:
-    """The recipe of the artifact."""
     return tiny.demo(None)
 
 
@@ -798,12 +794,10 @@ def wider() -> dnis.Recipe:
 
 
 def failures(result: Verification) -> dict[str, str]:
-    """Subject -> detail of what failed."""
     return {finding.subject: finding.detail for finding in result.failures}
 
 
 def subjects(result: Verification, check: str) -> set[str]:
-    """What one check looked at."""
     return {finding.subject for finding in result.findings if finding.check == check}
 
 

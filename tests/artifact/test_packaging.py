@@ -52,7 +52,6 @@ Inputs = tuple[Tensor, ...]
 
 
 def inputs_of(batch_size: int, seed: int) -> Inputs:
-    """Flat inputs of the tiny data."""
     return SIGNATURE.flatten(tiny.make_batch(batch_size, seed))
 
 
@@ -192,7 +191,6 @@ def quick_compiler() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A package of the tiny DLRM with tables of bit fields."""
     if not load_operator():
         pytest.skip("no C++ compiler here")
     folder = tmp_path_factory.mktemp("package")
@@ -202,7 +200,6 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def expected(package: Path, inputs: Inputs) -> Tensor:
-    """What the model of the package predicts, flat."""
     model = load_model(tiny.make_recipe().model, package.parent / "artifact").eval()
     with torch.inference_mode():
         return FlatModel(model, SIGNATURE)(*inputs).flatten()
@@ -210,7 +207,6 @@ def expected(package: Path, inputs: Inputs) -> Tensor:
 
 @pytest.fixture
 def copy(package: Path, tmp_path: Path) -> Path:
-    """A copy to damage."""
     return Path(shutil.copytree(package, tmp_path / "copy"))
 
 
@@ -352,7 +348,6 @@ def test_packages_bring_their_operators_where_none_can_be_built(package: Path, t
 
 
 def request_of(inputs: Inputs) -> str:
-    """Inputs as the loaders read them."""
     dense, values, lengths = inputs
     head = [len(dense), dense.shape[1], len(lengths), values.numel()]
     numbers = [*head, *dense.flatten().tolist(), *lengths.flatten().tolist(), *values.tolist()]
@@ -360,7 +355,6 @@ def request_of(inputs: Inputs) -> str:
 
 
 def run(command: list[str], inputs: Inputs) -> Tensor:
-    """Predictions that a loader prints."""
     done = subprocess.run(command, input=request_of(inputs), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return torch.tensor([float(line) for line in done.stdout.split()])
@@ -406,7 +400,6 @@ def test_the_python_loader_reads_requests() -> None:
 
 @pytest.fixture(scope="module")
 def loader(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The loader in C++, compiled."""
     for program in ("cmake", "g++"):
         if shutil.which(program) is None:
             pytest.skip(f"no {program} here")

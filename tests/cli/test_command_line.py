@@ -268,7 +268,6 @@ def test_names_of_others_do_not_steer_the_terminal(tmp_path: Path, capsys: pytes
 
 
 def write_results_of(method: str, folder: Path) -> Path:
-    """Results of one row."""
     row = {"method": method, "compression": 1.0, "num_bytes": 9, "metrics": {"auc": 0.5}, "seed": 0, "seconds": 1.0}
     row |= {"selection": {}, "predicted_loss_increase": None, "name": ""}
     results = {"recipe": TINY, "rows": [row], "primary_metric": "auc", "higher_is_better": True}
@@ -307,7 +306,6 @@ ALLOWED = {"dnis_torchrec/cli/terminal.py": PRINTERS}
 
 
 def unguarded(path: str, source: str) -> list[str]:
-    """Calls that print past `visible`."""
     calls = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call):

@@ -91,7 +91,6 @@ def day(gloo, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 @pytest.fixture(scope="module")
 def later(day: RunFolder) -> RunFolder:
-    """The day after it."""
     return trained(day.path.parent / "next", NEXT, source=day.path)
 
 

@@ -259,7 +259,6 @@ def test_other_batches_on_another_rank_are_named() -> None:
 
 
 def fingerprint_of(batches: Iterable[Batch]) -> int:
-    """The fingerprint of what a rank counts."""
     summary = SplitSummary()
     for batch in all_samples(batches):
         summary.add(batch)
@@ -470,7 +469,6 @@ def test_ids_that_are_no_integers_are_refused_by_feature(dtype: torch.dtype) -> 
 
 
 def searched(recipe: Recipe, folder: Path) -> tuple[object, ...]:
-    """Metrics, history and parameters of a search."""
     torch.manual_seed(0)
     outcome = search(recipe, 4.0, folder, CPU, settings=tiny.QUICK)
     metrics = evaluate(TrainTask(outcome.model, recipe.loss), recipe.data.test, recipe.loss, CPU)

@@ -6,9 +6,7 @@ import dataclasses
 import datetime
 import gzip
 import math
-import multiprocessing
 import os
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,7 +34,6 @@ FORMS = ("text", "parquet", "gzip", "header")
 
 
 def write(folder: Path, form: str) -> list[Path]:
-    """The samples in two files of a form."""
     if form == "parquet":
         write_parquet(folder / "a.parquet", SAMPLES[:30], row_group=8)
         return [folder / "a.parquet", write_parquet(folder / "b.parquet", SAMPLES[30:], row_group=100)]
@@ -214,7 +211,6 @@ def bags_in(batch: object, feature: str = "f") -> list[list[int]]:
 
 
 def read(file: Path, **schema: object) -> list[list[int]]:
-    """The bags of column f of a file."""
     samples = FileSamples([file], FileSchema(label="y", separator=",", **schema))
     batches = FileBatches(samples, batch_size=samples.num_samples, shuffle=False)
     return bags_in(next(iter(batches)))
@@ -234,14 +230,6 @@ def from_text(folder: Path, fields: Sequence[str | None], kind: str = "multi_hot
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """For hypothesis, which wants no folder of its own per example."""
     return tmp_path_factory.mktemp("values")
-
-
-def test_an_empty_piece_of_a_text_list_gives_no_id(tmp_path: Path) -> None:
-    fields = ["", "|", "a|", "|a", "a||b", "a|b", "a", " a|b"]
-    a, b = row_of("a"), row_of("b")
-    wanted = [[], [], [a], [a], [a, b], [a, b], [a], [a, b]]
-    assert from_text(tmp_path, fields) == wanted
-    assert from_parquet(tmp_path, pa.array(fields)) == wanted
 
 
 @given(cells, st.sampled_from(TEXTS), st.sampled_from(LISTS))
@@ -463,25 +451,6 @@ def test_a_reader_always_finds_a_folder_where_the_system_exchanges_two(tmp_path,
     assert gone == ([] if exchanges else [True, False])
 
 
-def killed(path: Path) -> None:
-    with files.new_folder(path, overwrite=True, kind=KIND) as folder:
-        fill(folder, "new")
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_writer_that_is_killed_leaves_the_last_good_state(tmp_path: Path) -> None:
-    with files.new_folder(tmp_path / "box", kind=KIND) as folder:
-        fill(folder, "old")
-    child = multiprocessing.get_context("forkserver").Process(target=killed, args=(tmp_path / "box",))
-    child.start()
-    child.join()
-    assert child.exitcode == -signal.SIGKILL
-    assert (tmp_path / "box" / "content").read_text() == "old"
-    with files.new_folder(tmp_path / "box", overwrite=True, kind=KIND) as folder:
-        fill(folder, "new")
-    assert (tmp_path / "box" / "content").read_text() == "new"
-
-
 def of_another_format(path: Path) -> None:
     path.mkdir()
     files.write_json(path / "box.json", {"format": "other"})
@@ -514,16 +483,6 @@ def test_links_and_special_files_of_others_are_refused_at_any_depth(tmp_path: Pa
     make(tmp_path / "deep" / "er" / "x")
     with pytest.raises(ValueError, match="^folder: .*'deep/er/x'"):
         files.check_plain(tmp_path, "folder")
-
-
-def test_a_lock_is_held_by_one_and_names_it(tmp_path: Path) -> None:
-    with files.file_lock(tmp_path / "lock") as owner:
-        assert owner is None
-        with files.file_lock(tmp_path / "lock") as other:
-            assert other is not None
-            assert other.startswith(f"process {os.getpid()} on ")
-    with files.file_lock(tmp_path / "lock") as owner:
-        assert owner is None
 
 
 def test_a_lock_writes_nowhere_else(tmp_path: Path) -> None:

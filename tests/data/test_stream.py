@@ -376,7 +376,6 @@ def test_unknown_modules(spec: str, project: Path) -> None:
 
 
 def searched(project: Path, source: str, *, spec: str = "ranker:recipe") -> Done:
-    """What `dnis search` says of a recipe with this text."""
     (project / "ranker.py").write_text(source)
     return dnis("search", spec, "--compression", 4, "--out", project / "run", *SHORT, folder=project)
 

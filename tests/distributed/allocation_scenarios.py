@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torchrec.datasets.utils import Batch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -77,24 +78,20 @@ SIZE = 8
 
 
 def batches(case: Case, num_batches: int = 2) -> list[Batch]:
-    """Of all ranks together."""
     return [make_batch(case, seed, SIZE) for seed in range(num_batches)]
 
 
 def sliced(whole: list[Batch], at: Rank) -> RankBatches:
-    """The part of a rank."""
     return RankBatches(whole, Ranks(at.process_group), "train", LEARN)
 
 
 def sharded_case(case: Case, kind: str, at: Rank, *, prepared: bool = False) -> nn.Module:
-    """The case's model over the ranks."""
     model = make_model(case)
     kinds = dict(zip(ROWS, COMPRESSED_AS.get(kind, (kind,) * 3), strict=True))
     return spread(prepare_(model, make_blocks(case)) if prepared else model, kinds, at)
 
 
 def parts_of(result: Curvature) -> Results:
-    """All of it."""
     names = ("gradient", "curvature", "couplings")
     numbers = {"num_samples": result.num_samples, "relative_error": result.relative_error}
     return {name: dict(getattr(result, name)) for name in names} | numbers
@@ -112,7 +109,6 @@ def curvature_over(
 
 
 def curvature_alone(name: str, num_batches: int = 2) -> Results:
-    """The same in one process."""
     case = CASES[name]
     return parts_of(curvature(make_model(case), batches(case, num_batches), make_blocks(case), loss=LOSS))
 
@@ -158,9 +154,9 @@ def large_tables() -> dict[str, torch.Tensor]:
     return tables | {"order": order, "many": torch.randint(0, 500, (700,), generator=generator)}
 
 
-def shared(ranks: Ranks) -> Results:
+def shared(group: ProcessGroup | None = None) -> Results:
     """Blocks of tables, samples of their rows and the energies; how many rows and blocks this rank has gone through."""
-    of_rows, results, lengths, fits = large_tables(), {}, [], []
+    ranks, of_rows, results, lengths, fits = Ranks(group), large_tables(), {}, [], []
 
     def note(chunk: torch.Tensor) -> torch.Tensor:
         lengths.append(len(chunk))
@@ -181,7 +177,7 @@ def shared(ranks: Ranks) -> Results:
     ):
         for name, counts in of_rows.items():
             config = EmbeddingBagConfig(name=name, num_embeddings=len(counts), embedding_dim=2, feature_names=[name])
-            more = {"num_blocks": 300 if name == "many" else 5, "least_rows": 1, "process_group": ranks.group}
+            more = {"num_blocks": 300 if name == "many" else 5, "least_rows": 1, "process_group": group}
             blocks = blocks_over_ranks(FrequencyCounts({name: counts}, {name: 1}, 9), [config], **more)
             routing = blocks.routings[name]
             sample = energies.sample_rows(counts, routing, 8, ranks)
@@ -194,8 +190,7 @@ def shared(ranks: Ranks) -> Results:
 
 
 def shared_over(at: Rank) -> Results:
-    """The same over ranks."""
-    return shared(Ranks(at.process_group))
+    return shared(at.process_group)
 
 
 def compressed(model: nn.Module, own: Iterable[Batch], others: Iterable[Batch]) -> Results:
@@ -214,13 +209,11 @@ def compressed(model: nn.Module, own: Iterable[Batch], others: Iterable[Batch]) 
 
 
 def compress_over(kind: str, at: Rank) -> Results:
-    """Each rank on its slices of the batches."""
     case = CASES["several ids"]
     return compressed(sharded_case(case, kind, at), sliced(batches(case), at), sliced(held_out(), at))
 
 
 def compress_alone() -> Results:
-    """The same in one process."""
     return compressed(make_model(CASES["several ids"]), batches(CASES["several ids"]), held_out())
 
 
@@ -233,12 +226,10 @@ def refreshed(model: nn.Module, own: Iterable[Batch]) -> Results:
 
 
 def trained_today() -> nn.Module:
-    """The artifact's model, trained one day further."""
     return refreshing.train_(copy.deepcopy(refreshing.base().model), refreshing.TODAY)
 
 
 def refresh_over(kind: str, at: Rank) -> Results:
-    """Each rank encodes the rows that it holds."""
     model = spread(trained_today(), dict.fromkeys(refreshing.ROWS, kind), at)
     return refreshed(model, sliced(refreshing.TODAY, at))
 
@@ -284,13 +275,11 @@ def net(drawn: str) -> nn.Module:
 
 
 def pruned(model: nn.Module, drawn: str) -> Results:
-    """Tables, and the scheme that says what is left of them."""
     scheme = prune(model, blocks(), counts(), size=SIZES[drawn])
     return {"tables": tables_of(model), "scheme": described(scheme)}
 
 
 def prune_over(kind: str, at: Rank) -> Results:
-    """Both kinds of weights."""
     return {drawn: pruned(sharded_net(drawn, kind, at), drawn) for drawn in SIZES}
 
 
@@ -320,7 +309,6 @@ def exported(model: nn.Module, folder: Path, *, has_files: bool = True) -> None:
 
 
 def export_over(kind: str, at: Rank) -> Results:
-    """Of all ranks together."""
     at.folder.joinpath(kind).mkdir(exist_ok=True)
     exported(sharded_net("spread", kind, at), at.folder / kind, has_files=kind in FILES_AS)
     return {}
@@ -371,7 +359,6 @@ def narrow_steps(kind: str, folder: Path, at: Rank | None = None) -> Results:
 
 
 def narrow_over(kind: str, at: Rank) -> Results:
-    """Each rank on its half of the batches."""
     return narrow_steps(kind, at.folder / f"{kind} {at.rank}", at)
 
 

@@ -66,7 +66,7 @@ from tests.distributed.model import (
 from tests.tiny import EMBEDDING_DIM, Repeatable, demo, files_of, make_batch, make_collection, make_recipe, ranked
 
 ROWS = {"user": 41, "genre": 13}
-"""That neither two nor four ranks can divide."""
+"""That two ranks cannot divide."""
 RECIPE, UNFILLED, BROKEN, DAY, SPLIT = (
     f"{__name__}:{name}" for name in ("recipe", "unfilled", "broken", "day", "split")
 )
@@ -118,7 +118,6 @@ def save_weights(folder: Path) -> dict[str, Path]:
 
 
 def job(out: Path, **fields: Any) -> CompressCommand:
-    """A request of two sizes."""
     return CompressCommand(**{"recipe": RECIPE, "compression": ",".join(map(str, SIZES)), "out": out} | fields)
 
 
@@ -197,12 +196,12 @@ def run_commands(out: Path, run: Path, names: tuple[str, ...]) -> Results:
     return results
 
 
-def commands_over(names: tuple[str, ...], run: Path | None, at: Rank) -> Results:
+def commands_over(at: Rank) -> Results:
     """The commands as ranks of torchrun."""
     names_of = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     numbers = (at.world_size, at.rank, at.rank, at.world_size)
     with patch.dict(os.environ, {name: str(number) for name, number in zip(names_of, numbers, strict=True)}):
-        return run_commands(at.folder, run or at.folder, names)
+        return run_commands(at.folder, at.folder, tuple(COMMANDS))
 
 
 def refuse_jobs(file: Path, at: Rank) -> Results:
@@ -260,7 +259,6 @@ def searched(
     resume: bool = False,
     **settings: Any,
 ) -> SearchOutcome:
-    """A search of a second."""
     folder.mkdir(exist_ok=True)
     return search(
         *(recipe, compression, folder, CPU),
@@ -271,7 +269,6 @@ def searched(
 
 
 def history_of(outcome: SearchOutcome) -> list[Results]:
-    """Of every epoch."""
     return [asdict(record) for record in outcome.history]
 
 
@@ -281,7 +278,6 @@ def held_by(model: nn.Module) -> list[list[Any]]:
 
 
 def whole_search(at: Rank) -> Results:
-    """From data to artifact."""
     ranks, own = Ranks(dist.group.WORLD), search_recipe()
     outcome = searched(own, at.folder / "checkpoints")
     test = split_over_ranks(own.data, ranks).test
@@ -445,17 +441,15 @@ Files = tuple[Path, list[Results]]
 
 @pytest.fixture(scope="module")
 def weights(gloo, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The same weights in files of every kind."""
     return save_weights(tmp_path_factory.mktemp("weights"))
 
 
 @pytest.fixture(scope="module")
 def two(weights: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankResults]:
-    """All things on two ranks."""
     file = weights["w.safetensors"]
     jobs = {name: partial(compress_over, kind, weights[name]) for name, kind in FILES.items()}
     things = {
-        "commands": {"all": partial(commands_over, tuple(COMMANDS), None)},
+        "commands": {"all": commands_over},
         "jobs": jobs,
         "refused": {"all": partial(refuse_jobs, file)},
         "searches": SEARCHES,
@@ -466,23 +460,12 @@ def two(weights: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 @pytest.fixture(scope="module")
-def four(two: RankResults, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankResults]:
-    """The run of two ranks on four."""
-    two.wait()
-    things = {"all": partial(commands_over, ("export",), two.part("commands").folder)}
-    with running_ranks(4, joined(commands=things), tmp_path_factory.mktemp("four")) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def alone(weights: dict[str, Path]) -> Files:
-    """The files and rows of one process."""
     out = weights["w.safetensors"].parent / "alone"
     return out, rows_of(run_compress(job(out, source=weights["w.safetensors"])).rows)
 
 
 def rows_of(rows: Any) -> list[Results]:
-    """What several ranks measure, too."""
     return [asdict(row) for row in rows if row.method in (COMPRESS, UNCOMPRESSED)]
 
 
@@ -520,7 +503,6 @@ def test_compress_leaves_the_files_and_rows_of_one_process(two: RankResults, alo
 
 
 def metrics_of(path: Path) -> dict[str, float]:
-    """What one process measures."""
     return run_evaluate(EvaluateCommand(path=path, recipe=RECIPE))["metrics"]
 
 
@@ -556,11 +538,10 @@ def test_an_artifact_is_verified_as_by_one_process(gloo, two: RankResults, tmp_p
     assert verdicts[0]["ok"]
 
 
-@pytest.mark.parametrize("size", ["two", "four"])
-def test_an_artifact_is_written_to_the_same_bytes(request, gloo, two: RankResults, size: str, tmp_path: Path) -> None:
-    part = request.getfixturevalue(size).part("commands")
+def test_an_artifact_is_written_to_the_same_bytes(gloo, two: RankResults, tmp_path: Path) -> None:
+    part = two.part("commands")
     results = part["all"]
-    run_commands(tmp_path, two.part("commands").folder, ("export",))
+    run_commands(tmp_path, part.folder, ("export",))
     assert files_of(part.folder / "packed") == files_of(tmp_path / "packed")
     read = [sum(rows * columns for _, _, (rows, columns) in own["export"]["read"]) for own in results]
     assert sum(read) == EMBEDDING_DIM * sum(ROWS.values())  # together ranks read each value of a table once
@@ -684,7 +665,6 @@ def test_what_one_rank_meets_stops_searches_on_all(searches: Part, search: str) 
 
 @pytest.fixture
 def streams(two: RankResults) -> Part:
-    """Passes over a stream."""
     return two.part("streams")
 
 

@@ -40,8 +40,8 @@ from tests.selection.shard_cases import scenarios as of_selection
 ALL_KINDS = KINDS | MORE_KINDS
 GPUS = next(ranks for ranks in (4, 2, 1, 0) if ranks <= torch.cuda.device_count())
 RANKS_OF = {"gloo-2": 2, "gloo-4": 4, "nccl": GPUS}
-OF_FOUR = ("mixed", "mixed hosts")
-"""Each sharding type is in one; two ranks are one host."""
+OF_FOUR = ("mixed hosts",)
+"""All types that spread a table over a host; two ranks are one host."""
 OF_HOSTS = ("table_row_wise", "table_column_wise", "mixed hosts", "frozen dense")
 """What two ranks do no otherwise than others: four ranks have the types."""
 KINDS_OF = {
@@ -49,7 +49,6 @@ KINDS_OF = {
     "gloo-4": OF_FOUR,
     "nccl": tuple(ALL_KINDS),
 }
-SEQUENCES_OF_FOUR = [name for name in of.SEQUENCES if of.MIXED in name]
 UNSHARDED = ("all tables", "frozen")
 """What is searched without ranks, too: by which words the kinds of the others begin."""
 
@@ -76,14 +75,9 @@ class Worlds:
 
     def __getitem__(self, name: str) -> World:
         if name not in self._worlds:
-            things = {"search": scenarios(KINDS_OF[name]) | of.OF_ONE_HOST}
+            things = {"search": scenarios(KINDS_OF[name]) | (of.OF_ONE_HOST if name != "gloo-4" else {})}
             if name == "gloo-2":
                 things |= {"select": of_selection()} | of.INPUTS
-            if name == "gloo-4":
-                things = {
-                    "search": scenarios(OF_FOUR),
-                    "sequences": {name: of.SEQUENCES[name] for name in SEQUENCES_OF_FOUR},
-                }
             size, folder = RANKS_OF[name], self._make_folder(name)
             backend, hosts = name.split("-")[0], min(2, size)
             ranks = running_ranks(size, joined(**things), folder, backend=backend, local_world_size=hosts)
@@ -246,16 +240,9 @@ PLANS = {
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", ["gloo-2", "gloo-4"])
-def test_all_ranks_refuse_a_bad_plan(worlds: Worlds, name: str, plan: str) -> None:
-    outcomes = [own[plan] for own in worlds[name].searches["plans"]]
-    if (plan, name) == ("few rows", "gloo-2"):
-        assert set(outcomes) == {"went on"}  # enough rows
-        return
+def test_all_ranks_refuse_a_bad_plan(two, plan: str) -> None:
     place, rank = PLANS[plan]
-    if plan == "left out on rank 1":
-        outcomes = outcomes[:2]  # of four ranks, two more have that plan
-    assert_outcome(outcomes, "ValueError", place, rank)
+    assert_outcome([own[plan] for own in two("search")["plans"]], "ValueError", place, rank)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -286,12 +273,9 @@ def test_a_rank_may_have_no_samples(two, kind: str, empty_rank: int) -> None:
         assert own["hit_errors"] == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "scenario"),
-    [*(("gloo-2", name) for name in of.SEQUENCES), *(("gloo-4", name) for name in SEQUENCES_OF_FOUR)],
-)
-def test_sequences_learn_as_unsharded(worlds: Worlds, name: str, scenario: str) -> None:
-    for own in worlds[name].part("sequences")[scenario]:
+@pytest.mark.parametrize("scenario", of.SEQUENCES)
+def test_sequences_learn_as_unsharded(two, scenario: str) -> None:
+    for own in two("sequences")[scenario]:
         assert max(own["error"], own["folded"]) < 1e-5
 
 

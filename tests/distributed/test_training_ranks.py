@@ -34,7 +34,6 @@ def rank_one_raises(at: Rank) -> Results:
 
 @pytest.fixture(scope="module")
 def alone(gloo: dist.ProcessGroup, tmp_path_factory: pytest.TempPathFactory) -> Rank:
-    """This process, as the only rank."""
     return Rank(0, 1, tmp_path_factory.mktemp("one"), gloo, CPU)
 
 
@@ -46,7 +45,6 @@ def of_one(alone: Rank) -> Results:
 
 @pytest.fixture(scope="module")
 def two(of_one: Results, alone: Rank, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankResults]:
-    """All things on two ranks."""
     things = {"checkpoints": of.checkpoints(alone.folder), "codes": of.CODES, "stops": of.STOPPED}
     things |= {
         "data": of.DATA,
@@ -57,30 +55,19 @@ def two(of_one: Results, alone: Rank, tmp_path_factory: pytest.TempPathFactory) 
         yield running
 
 
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankResults]:
-    """More ranks than some tables have shards."""
-    things = {"checkpoints": {"mixed to mixed": partial(of.goes_on, "mixed", "mixed")}}
-    with running_ranks(4, joined(**things), tmp_path_factory.mktemp("four")) as running:
-        yield running
-
-
 def test_the_harness_reports_by_name_and_names_the_rank_that_raised(two: RankResults) -> None:
     assert two.part("harness")["sum"] == [{"total": 1.0}, {"total": 1.0}]
     with pytest.raises(AssertionError, match=r"rank 1: Traceback[\s\S]*ValueError: no such table"):
         two.part("harness")["raises"]
 
 
-SAME_RANKS = [("two", f"{kind} to {kind}", steps) for kind, steps in of.SAME.items()]
-SAME_RANKS += [
-    ("two", "adagrad column_wise to column_wise", (of.SAVED_AT,)),
-    ("four", "mixed to mixed", (of.SAVED_AT,)),
-]
+SAME_RANKS = [(f"{kind} to {kind}", steps) for kind, steps in of.SAME.items()]
+SAME_RANKS += [("adagrad column_wise to column_wise", (of.SAVED_AT,))]
 
 
-@pytest.mark.parametrize(("ranks", "scenario", "steps"), SAME_RANKS)
-def test_the_same_ranks_go_on_bit_for_bit(request, ranks: str, scenario: str, steps: tuple[int, ...]) -> None:
-    for own in request.getfixturevalue(ranks).part("checkpoints")[scenario]:
+@pytest.mark.parametrize(("scenario", "steps"), SAME_RANKS)
+def test_the_same_ranks_go_on_bit_for_bit(two: RankResults, scenario: str, steps: tuple[int, ...]) -> None:
+    for own in two.part("checkpoints")[scenario]:
         for step in steps:
             expected, resumed = own[str(step)]["whole"], own[str(step)]["resumed"]
             assert own[str(step)]["steps"] == step
@@ -174,7 +161,6 @@ def codes(two: RankResults) -> Part:
 
 @pytest.fixture(scope="module")
 def codes_alone(alone: Rank) -> Results:
-    """The same steps on one rank."""
     return of.trains_in_codes("table_wise", alone)
 
 

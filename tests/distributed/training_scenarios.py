@@ -113,11 +113,9 @@ class Run:
         self.stream = BilevelStream(Stream("train", 7, halves), Stream("validation", 3, halves), schedule)
 
     def stepper(self, optimizer: KeyedOptimizerWrapper) -> Any:
-        """What steps the weights."""
         return optimizer
 
     def steps(self, number: int) -> list[float]:
-        """Losses of some steps."""
         return [self._step() for _ in range(number)]
 
     def _step(self) -> float:
@@ -128,14 +126,12 @@ class Run:
         return loss
 
     def state(self) -> Results:
-        """What it has come to."""
         return {"alpha": alpha_of(self.pipeline), "dense": dense_of(self.model), "tables": tables_of(self.model)}
 
 
 def run_and_save(
     kind: str, at: Rank, folder: Path, saved_at: tuple[int, ...] = (SAVED_AT,), **settings: bool
 ) -> tuple[Results, CheckpointFolder]:
-    """A run that is saved in the middle; what it came to, with the losses of all steps, and its checkpoints."""
     run, losses = Run(kind, at, **settings), []
     checkpoints = CheckpointFolder(folder, keep_last=len(saved_at))
     with CheckpointSaver(checkpoints) as saver:
@@ -166,7 +162,6 @@ def goes_on(kind: str, then: str, at: Rank, saved_at: tuple[int, ...] = (SAVED_A
 
 
 def written_by_one(at: Rank) -> Results:
-    """What a process alone saves in the middle, and what it comes to."""
     run = Run("table_wise", at)
     run.steps(SAVED_AT)
     with CheckpointSaver(CheckpointFolder(at.folder)) as saver:
@@ -260,20 +255,17 @@ class RoundedRun(Run):
         super().__init__(kind, at)
 
     def stepper(self, optimizer: KeyedOptimizerWrapper) -> HoldingOptimizer:
-        """Rounds the tables behind every step."""
         scheme = scheme_of(tables(), blocks().routings, seed=self.seed, widths=(0, 2, 3, 4, 6, 32))
         self.held = RoundedTables(self.model, scheme)
         return HoldingOptimizer(optimizer, self.held)
 
     def state(self) -> Results:
-        """Also the weights behind the codes."""
         with latent_tables(self.model, self.held):
             latents = tables_of(self.model)
         return super().state() | {"latents": latents, "codes": self.held.scheme.to_tensors()}
 
 
 def trains_in_codes(kind: str, at: Rank) -> Results:
-    """Some steps."""
     run = RoundedRun(kind, at)
     begin = tables_of(run.model)
     run.steps(ROUNDED_STEPS)
@@ -290,7 +282,6 @@ def settles(kind: str, at: Rank) -> Results:
 
 
 def in_codes(weight: torch.Tensor, rows: torch.Tensor, codes: ColumnCodes) -> torch.Tensor:
-    """What whole rows become by their codes."""
     return decode_rows(encode_rows(weight, rows, codes), rows, codes)
 
 
@@ -314,7 +305,6 @@ class Trained:
         self.losses = [self.step(batch) for batch in self._batches[:2]]
 
     def step(self, batch: Batch) -> float:
-        """The loss of a step."""
         self.optimizer.zero_grad()
         loss = self.model(batch)[0]
         loss.backward()
@@ -322,12 +312,10 @@ class Trained:
         return float(loss.detach())
 
     def state(self) -> dict[str, Any]:
-        """What users save."""
         fused, rest = self.model.fused_optimizer.state_dict(), self.optimizer.state_dict()
         return {"model": plain_state_dict(self.model), "fused": fused, "rest": rest}
 
     def load(self, folder: Path, group: dist.ProcessGroup) -> None:
-        """What users do, every name as it is."""
         state = self.state()
         dcp.load(state, checkpoint_id=folder, process_group=group)
         self.model.load_state_dict(state["model"])
@@ -335,7 +323,6 @@ class Trained:
         self.optimizer.load_state_dict(state["rest"])
 
     def names(self) -> dict[str, list[str]]:
-        """Under which names it knows its parts."""
         states = {"fused": self.model.fused_optimizer, "rest": self.optimizer}
         return {
             "state_dict": sorted(plain_state_dict(self.model)),
@@ -444,7 +431,6 @@ def ranking_parts() -> list[RankingBatch]:
 
 
 def metrics_of_rank(at: Rank) -> Results:
-    """Of its batches alone."""
     return metrics_of((at.rank,))
 
 
@@ -483,12 +469,10 @@ def recipe_of(file: Path) -> Recipe:
 
 
 def write_clicks(path: Path) -> Path:
-    """The stream that `search_stream` reads."""
     return write_text(path, [replace(sample, y=sample.y % 2) for sample in draw(240)])
 
 
 def searched(file: Path, folder: Path, events: SearchEvents | None = None, *, resume: bool = False) -> list[Results]:
-    """The history of a search of data that splits itself."""
     folder.mkdir(exist_ok=True)
     saving = Saving(resume=resume)
     outcome = search(recipe_of(file), SIZE, folder, CPU, settings=STREAMED, events=events, policy=saving)

@@ -166,7 +166,6 @@ def test_the_best_columns_within_the_budget_stay(case: Case, kind: str, share: f
 
 
 def simple(counts: tuple[int, ...] = (4, 3, 2, 0), dim: int = 2, num_blocks: int = 2) -> Case:
-    """A bare collection of one table of ones."""
     config = EmbeddingBagConfig(name="a", num_embeddings=len(counts), embedding_dim=dim, feature_names=["f"])
     model = EmbeddingBagCollection(tables=[config])
     model.embedding_bags["a"].weight.detach().fill_(1.0)

@@ -71,7 +71,6 @@ def selection_loss_of(outcome: SearchOutcome, recipe: Recipe) -> float:
 
 
 def rows_of(collection: nn.Module, name: str) -> torch.Tensor:
-    """Every row of a table, looked up one by one."""
     names = list(ROWS)
     lengths = torch.zeros(len(names), ROWS[name], dtype=torch.int64)
     lengths[names.index(name)] = 1
@@ -122,7 +121,6 @@ def test_torchrecs_models_go_all_the_way_unmodified(gloo, tmp_path: Path, kind: 
 
 
 def dense_of(model: nn.Module) -> dict[str, Tensor]:
-    """Weights beside the tables."""
     return {name: value for name, value in model.state_dict().items() if ".embedding_bags." not in name}
 
 
@@ -467,7 +465,6 @@ SHORT_OF_SEARCH_ROTATION = SearchSettings(num_blocks=3, epochs=2, patience=1)
 
 
 def factorization_machine(optimizer: str) -> Recipe:
-    """The tiny recipe's data with a model that may be rotated."""
     torch.manual_seed(0)
     return replace(make_recipe(optimizer=optimizer), model=FactorizationMachine(make_collection()))
 
@@ -475,7 +472,6 @@ def factorization_machine(optimizer: str) -> Recipe:
 def run(
     folder: Path, events: SearchEvents | None = None, *, resume: bool = False, optimizer: str = "adam"
 ) -> SearchOutcome:
-    """A search of a second."""
     recipe, saving = factorization_machine(optimizer), Saving(resume=resume)
     return search(recipe, 20, folder, CPU, settings=SHORT_OF_SEARCH_ROTATION, events=events, policy=saving)
 
@@ -603,12 +599,10 @@ class Run:
         self.events.on_epoch = lambda record: self.weights.append(self.now())
 
     def now(self) -> dict[str, Tensor]:
-        """Clones of weights and alpha."""
         return {name: value.clone() for name, value in state_tensors(self.started.model).items()}
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, losses: Sequence[float]) -> None:
-    """Selection losses as written, epoch by epoch."""
     left = iter(losses)
     monkeypatch.setattr(search_loop, "selection_loss", lambda *_: next(left))
 
@@ -726,7 +720,6 @@ def found_by(
     compression: float = SIZE,
     **settings: object,
 ) -> SearchOutcome:
-    """A search of a second."""
     own = replace(SHORT, **settings)
     return search(recipe, compression, folder, CPU, settings=own, events=events, policy=saving)
 
@@ -821,7 +814,6 @@ class Terminal(io.StringIO):
 
 
 def shown(monkeypatch: pytest.MonkeyPatch, kind: type[io.StringIO]) -> tuple[str, str]:
-    """What a search and a compression show on standard error."""
     texts = []
     for work in (
         lambda recipe: dnis.search(recipe, compression=4, settings=QUICK),

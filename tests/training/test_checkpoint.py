@@ -57,7 +57,6 @@ pytestmark = pytest.mark.usefixtures("gloo")
 
 
 def build(name: str, *, prepared: bool, sharding_type: str | None = None) -> nn.Module:
-    """A model with weights and alpha of its own."""
     model = models.MODELS[name]()
     if prepared:
         model = prepare_(model, models.blocks_for(model))
@@ -72,7 +71,6 @@ def state_of(model: nn.Module, **values) -> checkpoint.TrainingState:
 
 
 def numbers(value: float, size: int = 3) -> checkpoint.TrainingState:
-    """A state of one tensor."""
     return checkpoint.TrainingState(
         tensors={"model/x": checkpoint.PlacedTensor.of(torch.full((size,), value))}, tables={}
     )
@@ -478,9 +476,8 @@ class Trainee:
             self.model.fused_optimizer.load_state_dict(state["fused"])
 
 
-@pytest.mark.parametrize("name", list(NETS))
 @pytest.mark.parametrize("sharding", [None, "table_wise", "column_wise"])
-@pytest.mark.parametrize("is_keyed", [False, True])
+@pytest.mark.parametrize(("name", "is_keyed"), [*((name, True) for name in NETS), ("two collections", False)])
 def test_torchs_functions_of_states_know_no_wrapper_and_training_goes_on(
     gloo, tmp_path: Path, name: str, sharding: str | None, is_keyed: bool
 ) -> None:
