@@ -187,7 +187,7 @@ def test_a_stream_without_end_says_its_memory_and_deltas_their_sizes(gloo, monke
 
 
 def test_compress_is_timed_in_epochs(gloo, capsys) -> None:
-    compress_time.main(["examples.synthetic:demo", "--rows", "1,2", "--epochs", "1"])
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert lines[1]["rows"] == 2 * lines[0]["rows"]
-    assert all(line["compress_in_epochs"] > sum(line["gains_in_epochs"]) > 0 for line in lines)
+    compress_time.main(["examples.synthetic:demo", "--rows", "2", "--epochs", "1"])
+    line = json.loads(capsys.readouterr().out)
+    assert line["rows"] == 22_600
+    assert line["compress_in_epochs"] > sum(line["gains_in_epochs"]) > 0
