@@ -38,11 +38,14 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 import dnis_torchrec as dnis
+from dnis_torchrec.allocation.compress import measure_ as measure_
 from dnis_torchrec.allocation.compress import packed_collections
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.counts import FrequencyCounts
+from dnis_torchrec.data.batches import slice_of as slice_of
 from dnis_torchrec.data.task import Predictions
 from dnis_torchrec.ops import batches as bag_splitting
+from dnis_torchrec.ops.packed import load_operator as load_operator
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.selection import alpha as selection_alpha
 from dnis_torchrec.selection import on_shards

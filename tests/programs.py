@@ -7,13 +7,14 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
+import torch
 import typer
 from fsspec.implementations.local import LocalFileSystem
 
@@ -45,6 +46,16 @@ def dnis(*arguments: object, folder: Path = ROOT) -> Done:
         except SystemExit as stop:
             code = int(stop.code or 0)
     return Done(code, out.getvalue(), err.getvalue())
+
+
+def write_next_delta(artifact: Path, out: Path) -> dict[str, torch.Tensor]:
+    """Writes a delta on an artifact that adds 1 to all dense weights, and returns these."""
+    from dnis_torchrec.artifact.delta import read_state, write_delta
+
+    base = read_state(artifact)
+    dense = {name: part + 1 for name, part in base.dense.items()}
+    write_delta(artifact, replace(base, dense=dense), out)
+    return dense
 
 
 def commands() -> Mapping[str, Any]:

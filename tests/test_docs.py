@@ -10,7 +10,6 @@ import pkgutil
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from types import ModuleType
@@ -22,10 +21,9 @@ import yaml
 from PIL import Image
 
 import dnis_torchrec
-from dnis_torchrec.artifact.delta import read_state, write_delta
 from docs import execute, pictures, quality, rooms, sentences, site
 from examples import own_data, synthetic
-from tests.programs import ROOT, SHORT, blocks, commands, dnis, run_blocks, run_python, shell_commands
+from tests.programs import ROOT, SHORT, blocks, commands, dnis, run_blocks, run_python, shell_commands, write_next_delta
 
 DOCS = ROOT / "docs"
 PAGES = sorted([ROOT / "README.md", *DOCS.rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
@@ -273,12 +271,11 @@ def test_code_of_the_page_of_every_day_runs(run: dict[str, Any], tmp_path: Path,
     monkeypatch.chdir(tmp_path)
     model = build_model()
     result = dnis_torchrec.compress(model, run["train"], loss=run["loss"], compression=4)
-    base = read_state(dnis_torchrec.export(model, result.scheme, "artifact1"))
-    write_delta("artifact1", replace(base, dense={name: part + 1 for name, part in base.dense.items()}), "delta1")
+    dense = write_next_delta(dnis_torchrec.export(model, result.scheme, "artifact1"), Path("delta1"))
     names = run_blocks("docs/concepts/every-day.md", dict(run) | {"build_model": build_model, "model": build_model()})
     assert names["recipe"].is_stream
     for name, part in names["model"].state_dict().items():
-        assert name not in base.dense or part.equal(base.dense[name] + 1)
+        assert name not in dense or part.equal(dense[name])
 
 
 def test_code_of_all_other_pages_is_run_elsewhere() -> None:

@@ -28,11 +28,9 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import dnis_torchrec as dnis
-from dnis_torchrec.allocation.compress import measure_
-from dnis_torchrec.cli.commands import run_compress
-from dnis_torchrec.cli.settings import CompressCommand
-from dnis_torchrec.ops.packed import load_operator
+from tests import programs
 from tests.distributed.harness import Rank, Results, running_ranks
+from tests.models import load_operator, measure_
 
 BCE = nn.BCEWithLogitsLoss()
 ROWS, DIM, BATCH, COMPRESSION = 300, 16, 64, 4.0
@@ -168,8 +166,8 @@ def from_weights(files: Files) -> None:
     for name, write in writers.items():
         source, out = files.folder / name, files.folder / f"{name} out"
         write(source)
-        command = {"source": source, "compression": str(COMPRESSION), "out": out}
-        run_compress(CompressCommand(recipe=f"{__name__}:recipe", **command))
+        sizes = ("--compression", COMPRESSION)
+        assert not programs.dnis("compress", f"{__name__}:recipe", "--from", source, *sizes, "--out", out).returncode
         (artifact,) = (path for path in out.iterdir() if (path / "manifest.json").is_file())
         predictions.append(predict(dnis.load_model(make_model(1), artifact)))
     assert predictions[0].equal(predictions[1])

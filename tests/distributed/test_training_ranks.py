@@ -12,8 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dnis_torchrec.search.schedule import Level
-from dnis_torchrec.training.weights import distributed_checkpoint
 from tests.distributed import training_scenarios as of
 from tests.distributed.harness import Part, Rank, RankResults, Results, joined, running_ranks
 from tests.distributed.model import CPU, assert_outcome, assert_same, blocks, tables, whole
@@ -137,7 +135,7 @@ def test_a_disk_that_is_full_on_one_rank(two: RankResults) -> None:
 def test_a_checkpoint_that_torch_saved_on_two_ranks_is_read_by_one(two: RankResults) -> None:
     part = two.part("checkpoints")
     for kind in of.SAVED_BY_TORCH:
-        before, stored = part[f"saved {kind}"][0], distributed_checkpoint(part.folder / f"saved {kind}")
+        before, stored = part[f"saved {kind}"][0], of.distributed_checkpoint(part.folder / f"saved {kind}")
         assert_same({name: tensor.whole() for name, tensor in stored.items()}, before)
 
 
@@ -146,7 +144,7 @@ def test_only_the_files_of_the_rows_asked_for_are_read(two: RankResults) -> None
     before, folder = part["saved row_wise"][0], part.folder / "saved row_wise without rank 1"
     shutil.copytree(part.folder / "saved row_wise", folder)
     (folder / "__1_0.distcp").unlink()  # the file of rank 1: rank 0 holds the first rows
-    stored = distributed_checkpoint(folder)
+    stored = of.distributed_checkpoint(folder)
     name = next(name for name in stored if "user.weight" in name)
     stored[name].copy_to_(first := torch.zeros(20, 8))
     assert first.equal(before[name][:20])
@@ -218,7 +216,7 @@ def test_plain_and_prepared_models_read_each_others_checkpoints(two: RankResults
 def test_all_ranks_stop_at_what_one_of_them_meets(two: RankResults, level, what: str, late: bool) -> None:
     """At the same step, late or not; no weight takes it."""
     results = two.part("stops")[f"{level.value} {what}{' late' * late}"]
-    is_of_all = what == "dense gradient" or (level, what) == (Level.UPPER, "gradient")  # all see the sum over ranks
+    is_of_all = what == "dense gradient" or (level, what) == (of.Level.UPPER, "gradient")  # all see the sum over ranks
     last = [own["outcomes"][-1] for own in results]
     assert_outcome(last, "NonFiniteError", f"{level.value} step ")
     assert [", rank 1: " in outcome for outcome in last] == [not is_of_all, False]

@@ -50,6 +50,7 @@ from dnis_torchrec.training.loop import SearchEvents, train_plainly
 from dnis_torchrec.training.rounded import HoldingOptimizer, RoundedTables
 from dnis_torchrec.training.settings import Saving
 from dnis_torchrec.training.shard import shard
+from dnis_torchrec.training.weights import distributed_checkpoint as distributed_checkpoint
 from tests.distributed.harness import Rank, Results, Scenario
 from tests.distributed.model import (
     CPU,
