@@ -213,7 +213,9 @@ def read_description(
 ) -> tuple[str, bytes, dict[str, Any]]:
     """Reads the JSON file of a folder of a kind: its place in words, its bytes, what it says."""
     place = f"{kind.name} {str(folder)!r}, file {kind.manifest!r}"
-    file = file_inside(folder, kind.manifest, place)
+    is_run, remedy = (folder / "run.json").is_file(), "export again"
+    remedy = "this is a run: name a folder in it, or export it first" if is_run else remedy
+    file = file_inside(folder, kind.manifest, place, remedy)
     _check_size(file.stat().st_size, _MOST_JSON_BYTES, place, _AGAIN)
     content = file.read_bytes()
     description: Any = parse_json(content, Any, place, remedy=_AGAIN)
@@ -250,7 +252,7 @@ def file_inside(folder: Path, name: str, place: str, remedy: str = "export again
     is_plain = is_plain and not set(name) & set("\\:\0") and parts[0] != "/"
     check(is_plain, place, "a relative path within the folder", repr(name), "do not use it")
     file = folder.joinpath(*parts)
-    check(os.path.lexists(file), place, "a file", "none", f"it is missing; {remedy}")
+    check(os.path.lexists(file), place, "a file", "none", remedy)
     is_direct = file.resolve() == folder.resolve().joinpath(*parts) and file.is_file()
     check(is_direct, place, "a plain file", "a link or a folder", remedy)
     return file

@@ -316,8 +316,8 @@ def _recipe_and_head(
 
 
 def recipe_of(settings: Any, record: Mapping[str, Any], folder: Path | None = None) -> Recipe:
-    """The recipe or table of a command, with what a run or an artifact records of it, and, of a
-    stream, with the encoder in its folder."""
+    """The recipe or table of a command, with what a run or an artifact records of it. A stream has
+    the encoder in its folder, and a table in splits has to give the same one."""
     spec, columns = str(settings.recipe), record.get("columns")
     facts: dict[str, Any] = {name: record.get(name) for name in ("seed", "embedding_dim")}
     facts["seed"] = facts["seed"] or 0
@@ -329,9 +329,15 @@ def recipe_of(settings: Any, record: Mapping[str, Any], folder: Path | None = No
     is_same = settings.columns in (None, columns)
     check(is_same, f"table {spec}", f"the columns of the run, {columns}", settings.columns)
     is_stream = "stream" in record or getattr(settings, "is_pass", False)
-    if is_stream and folder is not None and (file := folder / ENCODER).is_file():
-        facts["encoder"] = FrameEncoder.from_bytes(file.read_bytes(), str(file))
-    return recipe_from_frame(spec, model="dlrm", is_stream=is_stream, **columns, **facts)
+    encoder = None
+    if folder is not None and (file := folder / ENCODER).is_file():
+        encoder = FrameEncoder.from_bytes(file.read_bytes(), str(file))
+    facts |= {"encoder": encoder, "is_stream": True} if is_stream else {}
+    recipe = recipe_from_frame(spec, model="dlrm", **columns, **facts)
+    is_same = encoder is None or recipe.data.encoder.reads_as(encoder)
+    place, remedy = f"table {spec}", "use that table; dnis.load_predictor reads other rows"
+    check(is_same, place, f"the rows of which {folder} was trained", "others", remedy)
+    return recipe
 
 
 def _evaluate_served(judge: Judge, model: nn.Module, artifact: Path) -> Metrics:

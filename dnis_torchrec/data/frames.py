@@ -233,6 +233,12 @@ class FrameEncoder:
         """Dense features; one of zeros where the frame has none."""
         return max(1, len(self.scales))
 
+    def reads_as(self, other: FrameEncoder) -> bool:
+        """Whether ids have the same rows, and numbers the same scale but for rounding."""
+        scales, others = list(self.scales.values()), list(other.scales.values())
+        is_same = self.rows == other.rows and list(self.scales) == list(other.scales)
+        return is_same and np.allclose(scales, others, rtol=1e-6)
+
     def __call__(self, frame: Frame) -> tuple[Tensor, KeyedJaggedTensor]:
         """What a model reads of a frame, such as new samples to be served."""
         names, single = list(self.rows), [n for n in self.rows if n not in self.bags]
@@ -386,7 +392,11 @@ def frame_of(source: Frame, columns: Iterable[Hashable]) -> pd.DataFrame:
     if isinstance(source, str | os.PathLike):
         source = _file(place := os.fspath(source), columns)
     elif isinstance(source, Mapping):
-        source = pd.DataFrame(source)
+        try:
+            source = pd.DataFrame(source)
+        except ValueError as error:  # also of single values
+            text = describe(place, "a list of values for each column, all as long", str(error))
+            raise ValueError(text) from error
     if not isinstance(source, pd.DataFrame):
         requirement = "a pandas DataFrame, a dict of columns or the path of a file"
         raise TypeError(describe(place, requirement, type(source).__name__))
@@ -401,7 +411,7 @@ def _file(place: str, columns: list[Hashable]) -> pd.DataFrame:
     requirement, suffix = "a file that ends in .parquet or .csv", "".join(path.suffixes[-2:])
     is_fit = path.is_dir() or _FORMS.search(path.name) is not None
     check(is_fit, place, requirement, suffix or "no ending", remedy)
-    csv_files = sorted(path.glob("*.csv*")) if path.is_dir() else [path] * (".csv" in suffix)
+    csv_files = _csv_files_of(path) if path.is_dir() else [path] * (".csv" in suffix)
     source, kind = (list(map(str, csv_files)), _csv(columns)) if csv_files else (place, "parquet")
     frames = []
     try:
@@ -429,6 +439,20 @@ def _file(place: str, columns: list[Hashable]) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True)
 
 
+def _csv_files_of(folder: Path) -> list[Path]:
+    """All CSV files at any depth; none where the folder is one of Parquet files."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    # Arrow leaves out hidden files of Parquet, too.
+    paths = [p for p in paths if not any(n[0] in "._" for n in p.relative_to(folder).parts)]
+    ends = [match[1][:3] if (match := _FORMS.search(path.name)) else "" for path in paths]
+    csv_files = [path for path, end in zip(paths, ends, strict=True) if end == "csv"]
+    others = [path for path, end in zip(paths, ends, strict=True) if end in ("par", "pq")]
+    check(bool(paths), str(folder), "files that end in .parquet or .csv", "none")
+    got = ", ".join(path.name for path in (*csv_files[:1], *others[:1]))
+    check(not (csv_files and others), str(folder), "files of one form", got, "use two folders")
+    return csv_files
+
+
 def _csv(columns: list[Hashable]) -> ds.CsvFileFormat:
     """All columns are text: a type guessed from the first lines may not fit the last."""
     return ds.CsvFileFormat(
@@ -450,6 +474,9 @@ def _check_columns(place: str, names: Iterable[Hashable], columns: list[Hashable
         remedy = "" if number else nearest(str(name), map(str, names))
         line = ", ".join(part for part in names[:4] if isinstance(part, str))
         mark = next((mark for mark in ";\t|" if len(names) == 1 and mark in line), None)
+        near = [n for n in names if isinstance(n, str) and name in (n.strip(), *n.split(","))]
+        if not number and near:
+            remedy = f"rename {near[0]!r}: the command takes no space at its ends and no comma"
         if mark is not None:
             remedy = f"the file has {mark!r} between its columns: write it with commas"
         elif re.search(r"(^|, )[-+.\d]+(,|$)", line):
@@ -677,7 +704,7 @@ def recipe_from_frame(
     """
     check_known("model", model, MODELS)
     dim = EMBEDDING_DIM if embedding_dim is None else embedding_dim
-    check(dim >= 1, "embedding_dim", "an integer >= 1", dim)
+    check(dim >= 1 and dim == int(dim), "embedding_dim", "an integer >= 1", dim)
     roles = Roles(label, dense, ids, bags, time)
     data: FrameSplits | FrameStream
     if is_stream:

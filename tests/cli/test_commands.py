@@ -290,6 +290,13 @@ def test_a_table_needs_no_recipe_and_its_roles_are_given_once(gloo, tmp_path: Pa
         assert bool(load_predictor(path)(rows).isfinite().all())
     monkeypatch.setattr(commands, "write_package", lambda model, batch, out, **_: None)
     say("package", small / "x4", "--recipe", table, "--out", tmp_path / "package")
+    changed = tmp_path / "changed.csv"  # of the same sizes, with ids that have each other's rows
+    pd.read_csv(table).assign(user=lambda frame: (frame["user"] + 1) % 40).to_csv(changed, index=False)
+    for words in (("evaluate", run, "--recipe"), ("evaluate", small / "x4", "--recipe"), ("refresh",)):
+        more = (run, small / "x4", "--out", tmp_path / "other") if words == ("refresh",) else ()
+        done = dnis(*words, changed, *more)
+        assert (done.returncode, "changed.csv: expected the rows of which" in done.stderr) == (1, True)
+    assert "name a folder in it, or export it" in dnis("evaluate", small, "--verify").stderr
     other = [word.replace("user,item", "item,user") for word in ROLES]
     done = dnis("evaluate", small / "x4", "--recipe", table, *other)
     assert done.returncode == 1

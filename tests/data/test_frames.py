@@ -250,6 +250,8 @@ def test_many_unknown_ids_in_a_batch_are_named() -> None:
         _, features = splits.encoder({"user": [1, 2, 3, 4, 5, 6, 7, None]})
     assert features.values().tolist()[:6] == [0] * 6
     splits.encoder({"user": ["7", "8.0", 5]})
+    with pytest.raises(ValueError, match="a list of values for each column, all as long"):
+        splits.encoder({"user": 7})
     splits.encoder(pd.DataFrame({"user": pd.Series([7, 8], dtype=pd.ArrowDtype(pa.int8()))}))
 
 
@@ -414,6 +416,19 @@ class TestFiles:
             assert looked_up(of_file, feature) == looked_up(of_frame, feature)
         assert next(iter(of_file.test)).dense_features.allclose(next(iter(of_frame.test)).dense_features)
 
+    def test_a_folder_holds_one_form_at_any_depth(self, tmp_path: Path) -> None:
+        frame, roles = a_frame(), {"label": "clicked", "ids": ["user"]}
+        (tmp_path / "day=2").mkdir()
+        frame[:60].to_csv(tmp_path / "a.csv", index=False)
+        frame[60:].to_csv(tmp_path / "day=2" / "b.csv", index=False)
+        for name in ("a.csv.bak", "._a.csv", "notes.txt"):
+            frame.to_csv(tmp_path / name)
+        splits = DataSplits.from_frame(tmp_path, **roles)
+        assert looked_up(splits, "user") == looked_up(DataSplits.from_frame(frame, **roles), "user")
+        frame.to_parquet(tmp_path / "c.parquet")
+        with pytest.raises(ValueError, match=r"files of one form, got a\.csv, c\.parquet; use two folders"):
+            DataSplits.from_frame(tmp_path, **roles)
+
     @pytest.mark.parametrize(
         ("name", "content", "error", "place"),
         [
@@ -422,7 +437,10 @@ class TestFiles:
             ("data.csv", b"user\tclicked\n1\t0\n", ValueError, r"data\.csv: .*'\\t' between its columns"),
             ("data.csv", b"17,shoe,0\n18,hat,1\n", ValueError, r"data\.csv: .*first line is 17, shoe, 0"),
             ("data.parquet", a_frame().drop(columns="user").to_parquet(), ValueError, r"data\.parquet: .* 'user'"),
+            ("data.csv", b" user,clicked\n1,0\n", ValueError, "rename ' user': the command takes no space"),
+            ("data.csv", b'"a,user",clicked\n1,0\n', ValueError, "rename 'a,user'"),
             ("data.csv", b"", ValueError, "whole files"),
+            ("folder/.a.csv", b"user,clicked\n1,0\n", ValueError, "folder: expected files that end"),
             *(
                 (name, b"PAR1 user", ValueError, "whole files")
                 for name in ("a.parquet", "folder/a.parquet", "a.csv.gz")
@@ -518,8 +536,9 @@ class TestRecipe:
     def test_an_unknown_model_is_refused_with_what_there_is(self) -> None:
         with pytest.raises(ValueError, match="model 'dlmr': expected a known model, got 'dlmr'; did you mean 'dlrm'"):
             recipe_from_frame(a_frame(), model="dlmr", label="clicked", ids=["user"])
-        with pytest.raises(ValueError, match="embedding_dim: expected an integer >= 1, got 0"):
-            recipe_from_frame(a_frame(), model="dlrm", label="clicked", ids=["user"], embedding_dim=0)
+        for dim in (0, 2.5):
+            with pytest.raises(ValueError, match=f"embedding_dim: expected an integer >= 1, got {dim}"):
+                recipe_from_frame(a_frame(), model="dlrm", label="clicked", ids=["user"], embedding_dim=dim)  # type: ignore[arg-type]
 
 
 def draw_frame(size: int = 600) -> pd.DataFrame:
