@@ -202,10 +202,10 @@ def compress(
             another mean over samples that is twice differentiable in the predictions.
         compression: bytes of the float32 tables over bytes served, to be met from below.
         counts: of all rows in the training data; None counts the batches.
-        held_out: batches that the model was not trained on, such as a validation split: they teach
-            gains, and the loss is predicted on them, each half by what the other has taught. Later
-            data may lose twice as much as held-out samples of an earlier time say. None teaches
-            nothing, and predicts the loss on `batches`: others may lose up to three times as much.
+        held_out: batches that the model was not trained on, such as a validation split: 32 samples
+            or more teach gains. The loss is predicted on them, each half by what the other has
+            taught. Later data may lose twice as much as held-out samples of an earlier time say.
+            None predicts the loss on `batches`: others may lose up to three times as much.
         leave_alone: names of tables that must not be touched: they keep their axes and their
             float32 values, and count in the size.
 

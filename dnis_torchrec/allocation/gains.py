@@ -107,6 +107,8 @@ def output_bias(
 
 MOST_SAMPLES = 1 << 16
 """Held-out samples that are enough."""
+LEAST_SAMPLES = 32
+"""Fewer may all have one label, and teach a shift without end."""
 SAMPLES_AT_A_TIME = 1 << 12
 """Larger batches are cut: bounds what a pass holds."""
 BYTES_OF_PIECES = 1 << 30
@@ -350,7 +352,7 @@ class _Problem:
         self._is_void = old.losses[:, 1].isnan()  # a mean over samples that all weigh nothing
         old = self._judge((0.0, 0.0), [none, none])
         no_gains = Gains(self._layout.alpha(none), 0.0, old.loss, (0.0, 0.0))
-        if not all(self._halves):
+        if not all(self._halves) or old.num_samples < LEAST_SAMPLES:
             return no_gains
         best = self._climb([(tau, 0.0) for tau in BLOCK_STRENGTHS], old)
         if of_columns:
@@ -389,7 +391,7 @@ class _Problem:
             losses[self._is_void] = 0.0
         sums = torch.stack([losses.prod(1).sum(), losses[:, 0].sum()])
         total, num_samples = self._ranks.sum_(sums).tolist()
-        return _Option(strengths, points, losses, total / num_samples)
+        return _Option(strengths, points, losses, total / num_samples, num_samples)
 
     def _record(self, batch: Batch, place: str) -> tuple[_Recorded, Tensor]:
         """Calls the model once; also returns the sum over samples of the second derivatives of the
@@ -529,6 +531,7 @@ class _Option:
     points: list[Tensor]
     losses: Tensor
     loss: float
+    num_samples: float
 
 
 def losses_of_parts(

@@ -603,6 +603,13 @@ def test_a_batch_alone_is_cut_into_halves() -> None:
     assert taught([slice_of(own, 0, 1)]).strengths == (0.0, 0.0)
 
 
+def test_few_samples_of_one_label_move_no_output() -> None:
+    [own] = click_case(1)
+    own.labels = torch.ones_like(own.labels)
+    assert taught([own]).shift > 1
+    assert taught([slice_of(own, 0, 31)]).shift == 0
+
+
 def test_held_out_samples_lose_less() -> None:
     means = []
     for held_out in (None, HELD_OUT):
