@@ -105,8 +105,5 @@ folder = dnis.export(model, found.scheme, Path(tempfile.mkdtemp()) / "artifact")
 served = dnis.load_model(DLRM(EmbeddingBagCollection(tables=tables), 1, [32], [32, 1]), folder)
 served_loss = held_out_loss(served)
 print(f"uncompressed: loss {before:.4f}, served: loss {served_loss:.4f}")
-
-# %%
 assert found.compression >= 20
-assert served_loss < before
-assert abs(served_loss - after) < 1e-5
+assert after - 1e-5 < served_loss < min(after + 1e-5, before)

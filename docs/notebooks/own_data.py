@@ -42,16 +42,8 @@ frame.head()
 # `time` splits by time, so the test samples are later than the training samples. Without it the split is random.
 
 # %%
-recipe = dnis.recipe_from_frame(
-    frame,
-    model="dlrm",
-    label="clicked",
-    dense=["price"],
-    ids=["user", "item"],
-    bags=["tags"],
-    time="time",
-    embedding_dim=16,
-)
+columns = {"label": "clicked", "ids": ["user", "item"], "bags": ["tags"], "dense": ["price"], "time": "time"}
+recipe = dnis.recipe_from_frame(frame, model="dlrm", embedding_dim=16, **columns)
 
 # %% [markdown]
 # ## Train, and make the tables smaller

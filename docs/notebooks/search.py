@@ -77,7 +77,5 @@ print(found)
 losses = found.outcome.selection_losses
 for name, loss in losses.items():
     print(f"{name}: {loss:.4f}")
-
-# %%
 assert found.compression >= 20
 assert losses["search"] < losses["compress"]
