@@ -1,7 +1,8 @@
 r"""Gains: alpha of every table, block and column, solved on held-out samples.
 
     alpha_tsc = 1 + a_t + b_ts + d_tsc        of column c of block s of table t
-    min over a, b, d, shift:  mean L / phi + (|a|^2 + |b|^2) / (2 N tau_b^2) + |d|^2 / (2 N tau_c^2)
+    min over a, b, d, shift:
+        mean L / phi + (|a|^2 + |b|^2) / (2 N tau_b^2) + |d|^2 / (2 N tau_c^2) + shift^2 / (2 N phi)
 
 L is the loss of N samples that the model was not trained on, with its tables in codes and all dense
 weights still; the shift moves its output bias; phi, the sum of L'^2 over that of L'', is 1 for a
@@ -194,12 +195,12 @@ class _Layout:
         of_blocks = [torch.cat([part.sum().view(1), part.sum(1)]) for part in parts]
         return torch.cat([*of_blocks, of_shift.view(1), *(part.flatten() for part in parts)])
 
-    def precision(self, of_blocks: float, of_columns: float) -> Tensor:
-        """1 / tau^2 for every number of the vector; 0 for the shift, which is not held back."""
+    def precision(self, of_blocks: float, of_columns: float, of_shift: float) -> Tensor:
+        """1 / tau^2 for every number of the vector; that of the shift is as given."""
         result = torch.full((self.size,), of_columns, dtype=torch.float64)
         result[: self.num_of_blocks] = of_blocks
         result = result.square().reciprocal().clamp(max=STILL)
-        result[self.num_of_blocks - 1] = 0
+        result[self.num_of_blocks - 1] = of_shift
         return result
 
 
@@ -444,9 +445,8 @@ class _Problem:
     ) -> Tensor:
         """Solves on some batches. Rank 0 chooses the steps, all evaluate them: one broadcast and
         one all_reduce an evaluation."""
-        precision = self._layout.precision(*strengths)
-        if not self._moves_shift:
-            precision[self._layout.num_of_blocks - 1] = STILL
+        # samples of one label would move a free shift without end
+        precision = self._layout.precision(*strengths, 1 / self._phi if self._moves_shift else STILL)
         sizes = [sum(len(part.batch.labels) for part in some) for some in (batches, self._all)]
         size, size_of_all = self._ranks.sum_(torch.tensor(sizes)).tolist()
         weight = size / self._phi
