@@ -446,7 +446,8 @@ class _Problem:
         """Solves on some batches. Rank 0 chooses the steps, all evaluate them: one broadcast and
         one all_reduce an evaluation."""
         # samples of one label would move a free shift without end
-        precision = self._layout.precision(*strengths, 1 / self._phi if self._moves_shift else STILL)
+        of_shift = 1 / self._phi if self._moves_shift else STILL
+        precision = self._layout.precision(*strengths, of_shift)
         sizes = [sum(len(part.batch.labels) for part in some) for some in (batches, self._all)]
         size, size_of_all = self._ranks.sum_(torch.tensor(sizes)).tolist()
         weight = size / self._phi
