@@ -3,6 +3,7 @@ leaves nobody waiting, and exact sums over them."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, cast
@@ -117,6 +118,16 @@ class Ranks:
     def gather(self, local: _T) -> list[_T]:
         """Gives every rank what all ranks have, in their order: one all_gather_object."""
         return [local] if self.world_size == 1 else _gather_objects(local, self.group)
+
+    def unlike_first(self, content: Iterable[Any]) -> list[int]:
+        """The ranks that have other bytes than the first one. One all_gather_object."""
+        if self.world_size == 1:
+            return []
+        digest = hashlib.sha256()
+        for part in content:
+            digest.update(part)
+        digests = self.gather(digest.hexdigest())
+        return [rank for rank, of_rank in enumerate(digests) if of_rank != digests[0]]
 
     def concatenate(self, values: Tensor) -> Tensor:
         """Gives every rank the values of all ranks, in their order: two all_gathers."""

@@ -82,6 +82,10 @@ def export(
     if not scheme.tables:
         requirement, remedy = "a scheme of searched tables", "search and prune first"
         raise RuntimeError(describe("export", requirement, "an empty one", remedy))
+    fqns, of_model = {table.collection for table in scheme.tables.values()}, set(modules)
+    requirement = f"the tables of the model's collections, {sorted(of_model)}"
+    remedy = "export the model that was measured, with its whole scheme"
+    check(fqns == of_model, "scheme", requirement, sorted(fqns), remedy)
     configs = [config for module in modules.values() for config in shards.table_configs_of(module)]
     parts: dict[str, list[TableShard]] = {config.name: [] for config in configs}
     for module in modules.values():
@@ -242,17 +246,29 @@ def load_predictor(path: Path | str, model: nn.Module | None = None) -> Predicto
 def check_features(
     modules: Mapping[str, nn.Module], scheme: MixedDimensionScheme, artifact: Path | str
 ) -> list[str]:
-    """Refuses tables that read other features than the model's; gives the FQNs of collections."""
+    """Refuses tables that look up otherwise than the model's; gives the FQNs of collections."""
     fqns = sorted({table.collection for table in scheme.tables.values()})
     for fqn in fqns:
         check_known("FQN", fqn, modules)
-        configs = shards.table_configs_of(modules[fqn])
-        of_model = {table_name(config.name, fqn): list(config.feature_names) for config in configs}
+        configs = {
+            table_name(config.name, fqn): config for config in shards.table_configs_of(modules[fqn])
+        }
         tables = [table for table in scheme.tables.values() if table.collection == fqn]
         features = {table.table_name: list(table.feature_names) for table in tables}
+        of_model = {name: list(config.feature_names) for name, config in configs.items()}
         for name in sorted({*of_model, *features}):
             place = f"{artifact}, table {name!r}"
             requirement = f"the features of the model's table, {of_model.get(name, [])}"
             fits, actual = of_model.get(name) == features.get(name), features.get(name, [])
             check(fits, place, requirement, actual, "use the model of the run")
+        is_weighted = shards.is_weighted(modules[fqn])
+        for table in tables:
+            config, place = configs[table.table_name], f"{artifact}, table {table.table_name!r}"
+            for name, value in {
+                "embedding_dim": config.embedding_dim,
+                "pooling": config.pooling.value.lower(),
+                "is_weighted": is_weighted,
+            }.items():
+                requirement, actual = f"{name} {value}, as the model's table", getattr(table, name)
+                check(actual == value, place, requirement, actual, "use the model of the run")
     return fqns

@@ -152,7 +152,17 @@ class BilevelTrainPipeline(SavedTrainPipeline, PrefetchingTrainPipeline):
             torchrec.check_frozen_are_held(fqn, wrapper.lookup)
         select_on_shards_(model)
         torchrec.read_by_name_(model)
-        first = next(iter(wrappers.values()))
+        first, ranks = next(iter(wrappers.values())), Ranks(self.process_group)
+        maps = [
+            of_rows.numpy()
+            for routing in first.blocks.routings.values()
+            for of_rows in (routing.boundaries, routing.block_of_row)
+            if of_rows is not None
+        ]
+        remedy = "count rows with dnis_torchrec.data.over_ranks.count_over_ranks"
+        others = ranks.unlike_first(maps)
+        actual = f"others on ranks {others}"
+        check(not others, "blocks of rows", "the same on every rank", actual, remedy)
         self.alpha: Alpha = first.alpha
         self.alpha_optimizer = AlphaOptimizer(
             self.alpha, first.blocks, momentum=alpha_averaging, floor=alpha_floor
@@ -160,7 +170,7 @@ class BilevelTrainPipeline(SavedTrainPipeline, PrefetchingTrainPipeline):
         self._dense_optimizer = optimizer
         self._guard = FiniteGuard(model, self.process_group)
         self._kernels = torchrec.fused_kernels(model)
-        self._num_ranks = Ranks(self.process_group).world_size
+        self._num_ranks = ranks.world_size
         self._shared: _SharedGradient | None = None
         super().__init__(
             model,

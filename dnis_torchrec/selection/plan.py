@@ -6,7 +6,6 @@ types, a plan that does not fit leaves ranks hanging, and weights are lost in sh
 Shapes: N rows of a table, D its embedding_dim, W ranks.
 """
 
-import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -480,7 +479,5 @@ def _check_pooling(plan: ShardingPlan, model: nn.Module) -> None:
 def _check_same(plan: ShardingPlan, process_group: dist.ProcessGroup | None) -> None:
     """Raises on every rank if one of them has another plan than the first."""
     group = Ranks(dist.group.WORLD if process_group is None else process_group)
-    digests = group.gather(hashlib.sha256(str(plan).encode()).hexdigest())
-    ranks = [rank for rank, of_rank in enumerate(digests) if of_rank != digests[0]]
-    remedy = "make it with make_sharding_plan"
+    ranks, remedy = group.unlike_first([str(plan).encode()]), "make it with make_sharding_plan"
     check(not ranks, "sharding plan", "the same on every rank", f"another on ranks {ranks}", remedy)

@@ -42,10 +42,6 @@ class LogicalTables:
         names = [table.name for table in tables]
         check(names == list(scheme.tables), "scheme", "every table under its own name", names)
         check_one_collection(tables)
-        remedy = "serve it by a ServedEmbeddingCollection"
-        for table in tables:
-            place, is_pooled = f"table {table.name!r}", table.pooling != "none"
-            check(is_pooled, place, "a table that is pooled", "none", remedy)
         configs = [
             replace(torchrec_config(table, table.embedding_dim), name=table.table_name)
             for table in tables
@@ -131,10 +127,17 @@ def divide_means_(
 
 
 def check_one_collection(tables: Sequence[TableScheme]) -> None:
-    """Checks that a scheme is that of one collection."""
+    """Checks that a scheme is that of one collection, and that it is pooled."""
     owners = sorted({(table.collection, table.is_weighted) for table in tables})
-    requirement, remedy = "the tables of one collection", "take those of each by themselves"
+    requirement = "the tables of one collection"
+    first = owners[0][0] if owners else ""
+    items = f"{{k: t for k, t in scheme.tables.items() if t.collection == {first!r}}}"
+    remedy = f"take MixedDimensionScheme({items}), and so on"
     check(len(owners) == 1, "scheme", requirement, [name for name, _ in owners], remedy)
+    for table in tables:
+        place, is_pooled = f"table {table.name!r}", table.pooling != "none"
+        remedy = "train its EmbeddingCollection whole, or serve it by a ServedEmbeddingCollection"
+        check(is_pooled, place, "a table that is pooled", "none", remedy)
 
 
 def torchrec_config(table: Any, embedding_dim: int) -> EmbeddingBagConfig:

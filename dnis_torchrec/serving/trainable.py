@@ -342,8 +342,9 @@ class MixedDimensionEmbeddingBagCollection(LogicalCollection):
         options: dict[str, Any] = {"dim_multiple": dim_multiple, "unknown_ids": unknown_ids}
         module = cls(MixedDimensionScheme(schemes), device="meta", **options)
         for name, table in scheme.tables.items():
-            check_known("table", name, tables)
-            chunks: Iterable[Tensor] = tables[name].split(rows_per_chunk(table.embedding_dim))
+            given = name if name in tables else table.table_name
+            check_known("table", given, tables)
+            chunks: Iterable[Tensor] = tables[given].split(rows_per_chunk(table.embedding_dim))
             chunks = draw_new_rows(table, chunks) if new_rows else chunks
             module.load_table(name, chunks, device)
         return module.to(device)

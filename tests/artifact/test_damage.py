@@ -958,6 +958,10 @@ def test_sequences_are_verified_and_swapped_rows_found(tmp_path: Path, monkeypat
     model, batches = interest(), [make_batch(seed) for seed in range(12)]
     loss = nn.BCEWithLogitsLoss()
     scheme = dnis.compress(copying.deepcopy(model), batches, loss=loss, compression=2.5).scheme
+    with pytest.raises(
+        ValueError, match="scheme: expected the tables of the model's collections"
+    ):  # or none could load
+        dnis.export(model, type(scheme)(dict([*scheme.tables.items()][:1])), tmp_path / "some")
     path = dnis.export(model, scheme, tmp_path / "artifact", forms=FORMS)
     result = verify(path)
     assert failures(result) == {}
@@ -969,13 +973,20 @@ def test_sequences_are_verified_and_swapped_rows_found(tmp_path: Path, monkeypat
     assert not [subject for subject in wrong if "users" in subject]
 
 
-def test_tables_of_other_features_are_refused_by_name(copy: Path) -> None:
-    """A model would look for features that nobody looks up, or take those of one table for another's."""
+def test_tables_of_other_lookups_are_refused_by_name(copy: Path) -> None:
+    """A model would look for features that nobody looks up, take one table's for another's, or pool otherwise."""
+    demo_features = read_manifest(copy)["tables"]["user"]["feature_names"]
     for features in (["genre"], ["user", "user"], ["client"]):
         manifest = read_manifest(copy)
         manifest["tables"]["user"]["feature_names"] = features
         write_manifest(copy, manifest)
         with pytest.raises(ValueError, match="table 'user': expected the features of the model's table"):
+            load_model(demo().model, copy)
+    manifest["tables"]["user"]["feature_names"] = demo_features
+    for field, value in (("pooling", "mean"), ("is_weighted", True)):
+        of_user = manifest["tables"]["user"]
+        write_manifest(copy, manifest | {"tables": manifest["tables"] | {"user": of_user | {field: value}}})
+        with pytest.raises(ValueError, match=f"table 'user': expected {field} .*, as the model's table, got {value}"):
             load_model(demo().model, copy)
 
 

@@ -229,6 +229,7 @@ def test_all_ranks_stop_at_what_one_of_them_meets(two: RankResults, level, what:
 
 def test_all_ranks_stop_plain_training(two: RankResults) -> None:
     assert_outcome([own["outcome"] for own in two.part("stops")["plain"]], "NonFiniteError", "step 1")
+    assert_outcome([own["outcome"] for own in two.part("stops")["apart"]], "ValueError", "blocks of rows")
 
 
 def test_metrics_are_those_of_all_samples(two: RankResults) -> None:

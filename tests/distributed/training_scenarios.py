@@ -68,6 +68,7 @@ from tests.distributed.model import (
     tables_of,
     task,
 )
+from tests.models import blocks_of
 from tests.reference import latent_tables, scheme_of, with_feedback
 from tests.tiny import SCHEMA, draw, make_recipe, read_late, tasks_make_recipe, two_sided, write_text
 from tests.training.test_evaluate import FirstDense, ranking_batches
@@ -418,6 +419,18 @@ STOPPED: dict[str, Scenario] = {
     f"{level.value} {what}{' late' * late}": partial(stops, level, what, late=late) for level, what, late in STOPS
 }
 STOPPED["plain"] = plain_training_stops
+
+
+def counts_apart(at: Rank) -> Results:
+    """A search whose ranks have blocks from their own samples alone."""
+    recipe = make_recipe()
+    blocks_here = blocks_of(recipe.model, recipe.data.train.batches[at.rank : at.rank + 1])
+    model = shard_model(TrainTask(prepare_(recipe.model, blocks_here), recipe.loss), CPU)
+    optimizer = KeyedOptimizerWrapper(dict(model.named_parameters()), torch.optim.Adam)
+    return {"outcome": outcome_of(lambda: BilevelTrainPipeline(model, optimizer, CPU))}
+
+
+STOPPED["apart"] = counts_apart
 
 
 def ranking_parts() -> list[RankingBatch]:

@@ -4,6 +4,7 @@ import copy
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -114,7 +115,8 @@ def test_more_blocks_than_are_counted_and_wide_rows(num_rows: int, num_blocks: i
     retained = torch.rand(num_blocks, dim, generator=generator) < shares
     weight = pruned(torch.randn(num_rows, dim, generator=generator), routing, retained)
     scheme = MixedDimensionScheme({"t": table_scheme("t", routing, retained)})
-    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, {"t": weight}, new_rows=False)
+    schemes = (scheme, MixedDimensionScheme({"t@ebc": replace(scheme.tables["t"], name="t@ebc")}))  # the model's names
+    module, _ = (MixedDimensionEmbeddingBagCollection.from_tables(s, {"t": weight}, new_rows=False) for s in schemes)
     bags = keyed_jagged_tensor({"f": [[(row, 1.0)] for row in range(num_rows)]})
     with torch.inference_mode():
         assert module(bags).values().equal(weight)
@@ -404,5 +406,8 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="columns: expected one of"):
         embedding_configs(scheme(), columns="all")
     other = table_scheme("u", ROUTING, RETAINED, collection="other")
-    with pytest.raises(ValueError, match="one collection"):
+    with pytest.raises(ValueError, match=r"one collection, .* if t.collection == '"):
         embedding_configs(MixedDimensionScheme({**scheme().tables, "u": other}))
+    sequences = replace(other, pooling="none")
+    with pytest.raises(ValueError, match="table 'u': expected a table that is pooled"):
+        embedding_configs(MixedDimensionScheme({"u": sequences}))
