@@ -253,7 +253,7 @@ def compress(
             packed_modules = packed_collections(model, result.scheme)
             try:
                 for fqn, replacement in packed_modules.items():
-                    replace_(model, plain[fqn], replacement)
+                    replace_(model, plain[fqn], replacement.train(plain[fqn].training))
                 _check_answers(model, next(iter(batches)), loss)
             except BaseException:
                 for fqn, replacement in packed_modules.items():

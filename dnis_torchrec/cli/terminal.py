@@ -16,7 +16,7 @@ from rich.table import Table
 
 from dnis_torchrec.checks import describe_error, is_of_system, visible
 
-_plain_warning, _show_any_error_of_thread = warnings.formatwarning, threading.excepthook
+_show_any_error_of_thread = threading.excepthook
 
 
 def say(text: str, *, err: bool = False) -> None:
@@ -59,7 +59,7 @@ def guard_standard_error() -> None:
     logging.getLogger("dnis_torchrec").setLevel(logging.WARNING)
     # It tells that operators are compiled, which takes a while.
     logging.getLogger("dnis_torchrec.ops.build").setLevel(logging.INFO)
-    warnings.formatwarning = lambda *parts, **more: visible(_plain_warning(*parts, **more))
+    warnings.formatwarning = lambda message, *_, **__: visible(f"WARNING: {message}\n")
     sys.excepthook = lambda *end: say("".join(format_exception(*end)), err=True)
     threading.excepthook = _show_error_of_thread
 

@@ -765,5 +765,6 @@ def test_it_is_what_adds_the_same_to_every_output(
 
 
 def test_without_held_out_samples_the_output_bias_stays() -> None:
-    model = trained()
+    model = trained().eval()
     assert dnis.compress(model, BATCHES, loss=MSE, compression=12).output_shift == 0
+    assert not any(module.training for module in model.modules())

@@ -298,6 +298,7 @@ def test_logs_warnings_and_tracebacks_do_not_steer_the_terminal(monkeypatch: pyt
         full.join()
     text = shown.getvalue()
     assert text.count(SHOWN) == 4
+    assert "x.py" not in text
     assert all(character.isprintable() or character == "\n" for character in text)
 
 
