@@ -1,4 +1,4 @@
-"""CPU seconds of compress and of its gains, beside a plain epoch of the same recipe on one thread.
+"""How long compress and its gains take, compared with one epoch of plain training (CPU seconds, one thread).
 
     python -m benchmarks.compress_time RECIPE [--data DIR] [--rows 1,10] [--epochs 60]
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 def seconds_of(call: Callable[[], T]) -> tuple[float, T]:
-    """CPU seconds of a call, and its result."""
+    """Times a call in CPU seconds, and returns its result too."""
     start = process_time()
     result = call()
     return process_time() - start, result
@@ -51,7 +51,7 @@ def add_rows_(model: nn.Module, factor: int) -> None:
 
 
 def measure(spec: str, data: Path | None, factors: Sequence[int], epochs: int) -> Iterator[dict[str, Any]]:
-    """A line for each number of rows."""
+    """Trains the model and yields one result for each size of the tables."""
     task = Task(build=Recipes(lambda dim: build_recipe(spec, data, seed=0, embedding_dim=dim)), max_epochs=epochs)
     recipe = task.build(None)
     training, (model, trained) = seconds_of(lambda: train(task, recipe))
@@ -87,7 +87,7 @@ def compress_seconds(model: nn.Module, recipe: Recipe, epoch: float) -> dict[str
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints a line of JSON for every number of rows."""
+    """Prints one line of JSON for each size of the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe")
     parser.add_argument("--data", type=Path)

@@ -246,7 +246,8 @@ def load_predictor(path: Path | str, model: nn.Module | None = None) -> Predicto
 def check_features(
     modules: Mapping[str, nn.Module], scheme: MixedDimensionScheme, artifact: Path | str
 ) -> list[str]:
-    """Refuses tables that look up otherwise than the model's; gives the FQNs of collections."""
+    """Refuses tables whose features, width, pooling or weighting differ from the model's. Returns
+    the FQNs of collections."""
     fqns = sorted({table.collection for table in scheme.tables.values()})
     for fqn in fqns:
         check_known("FQN", fqn, modules)

@@ -243,21 +243,21 @@ def _tables_of(model: nn.Module) -> list[EmbeddingBagConfig]:
 
 @dataclass(frozen=True, eq=False)
 class _ModelRows:
-    """The rows of a table as they are encoded: turned, in the model or as they are read."""
+    """The rows of a table in the axes in which they are encoded."""
 
     whole: WholeRows
     turned: Callable[[Tensor], Tensor]
 
     def sampled(self, sample: RowSample) -> Tensor:
-        """The values of some rows. One all_reduce."""
+        """Reads the values of the rows in a sample. One all_reduce."""
         whole = self.whole
         copies = 1 if whole.is_cut else whole.copies
         values = sampled_values(sample, whole.shards, whole.shape[1], copies, whole.ranks)
         return self.turned(values)
 
     def parts(self, ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Those of some rows that this rank holds, a few at a time, and their values. An all_reduce
-        for each few where rows are cut."""
+        """Yields the rows in `ids` that this rank holds, with their values, some at a time. If
+        rows are cut over ranks, each step is an all_reduce."""
         whole, dim = self.whole, self.whole.shape[1]
         spans: list[tuple[Tensor, Sequence[TableShard], Ranks]] = [(ids, whole.shards, whole.ranks)]
         if not whole.is_cut:
@@ -270,7 +270,7 @@ class _ModelRows:
                 yield part, self.turned(sampled_values(sample, shards, dim, 1, ranks))
 
     def unlike(self, old: Rows) -> Tensor:
-        """The rows that have other values than old ones. One all_reduce."""
+        """Finds the rows whose values differ from the old ones. One all_reduce."""
         is_other = torch.zeros(self.whole.shape[0], dtype=torch.uint8)
         for shard in self.whole.shards:
             for chunk, rows, columns in shard.chunks():
@@ -347,7 +347,7 @@ class _Served:
         return PackedEmbeddingBagCollection(scheme, {self.table.name: packed})
 
     def values(self, ids: Tensor) -> Tensor:
-        """The values of some rows, ``(n, D)``; zeros where nothing is stored."""
+        """Looks up the served values of rows, ``(n, D)``. A row without bytes has zeros."""
         return self._module.lookup(ids, torch.arange(len(ids) + 1))
 
 
@@ -471,8 +471,8 @@ def _encode(
     ids: Tensor | None,
     served: _Served | None,
 ) -> list[_PartOfBlock]:
-    """Encodes rows of a table, and gives every rank those of all ranks. These are the rows of
-    `ids`, or all; of them only rows that differ from what is served, if that is given."""
+    """Encodes the rows in `ids`, or all rows of a table. Every rank gets those of all ranks. With
+    `served`, it leaves out rows that are still close to their served values."""
     codes, routing, place = table.codes, table.routing, table.name
     whole, has_bytes = of_model.whole, row_strides(codes.bits) > 0
     # few rows have changed, so arrays of all rows would take most of the time

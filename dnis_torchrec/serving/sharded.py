@@ -88,7 +88,7 @@ class _Shard:
 
 
 def _shards_of(table: TableScheme, sharding: ParameterSharding, world_size: int) -> list[_Shard]:
-    """The shards of a table that are not empty: its bytes are shared as the plan shares it."""
+    """Returns the shards that are not empty. Each gets the share of bytes that the plan gives."""
     place, kind = f"table {table.name!r}", sharding.sharding_type
     check(kind in SHARDING_TYPES, place, f"one of {SHARDING_TYPES}", kind)
     by_column = kind == "column_wise"

@@ -65,7 +65,7 @@ draw_clicks(48, 50).to_csv("morning.csv", index=False)
 # %% [markdown]
 # ## Every hour
 #
-# A delta keeps the bits and holds only what differs from the artifact.
+# A delta keeps the bits of the artifact and holds only the changes.
 
 # %%
 # !dnis train morning.csv --from day1 --scheme artifact1 --steps 10000 --out day2
