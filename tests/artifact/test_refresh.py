@@ -24,6 +24,7 @@ from dnis_torchrec.artifact import refresh as refreshing
 from dnis_torchrec.artifact.load import rows_of
 from dnis_torchrec.artifact.refresh import Refresh, _some_rows, changed_rows, delta_, drift, whole_
 from dnis_torchrec.blocks.counts import FrequencyCounts, count_frequencies
+from dnis_torchrec.blocks.routing import RowRouting
 from dnis_torchrec.data.batches import for_lookup
 from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.scheme import MixedDimensionScheme
@@ -317,6 +318,31 @@ def test_scales_that_no_longer_fit_move_and_no_others() -> None:
     assert moved.tolist() == [s == 1 for s in range(table.num_blocks)]
     assert result.num_changed["item"] == 0
     assert 0 < result.num_changed["user"] <= int(in_block.sum())
+
+
+@pytest.mark.parametrize("are_named", [False, True])
+def test_rows_that_are_sorted_by_block_give_the_same_bytes(are_named: bool) -> None:
+    of, model, twin, counts = base(), today(), today(), counted(YESTERDAY, YESTERDAY)
+    tables, counts_of_twin, named, named_of_twin = {}, {}, {}, {}
+    for name, table in of.scheme.tables.items():
+        blocks, weight = table.routing.all_blocks(), model.tables.embedding_bags[name].weight.data
+        weight[blocks == 1] *= 3  # their scales do not fit any more
+        order, ends = blocks.argsort(stable=True), table.routing.row_counts().cumsum(0)
+        routing = RowRouting(len(order), table.num_blocks, boundaries=nn.functional.pad(ends, (1, 0)))
+        tables[name] = replace(table, routing=routing)
+        twin.tables.embedding_bags[name].weight.data.copy_(weight[order])
+        counts_of_twin[name] = counts.counts[name][order]
+        named[name] = torch.arange(0, len(order), 7)
+        named_of_twin[name] = order.argsort()[named[name]]
+    more = {"rows_read": named} if are_named else {}
+    one = refreshed(of, model, YESTERDAY, YESTERDAY, **more)
+    more = {"rows_read": named_of_twin} if are_named else {}
+    more |= {"loss": LOSS, "counts": replace(counts, counts=counts_of_twin)}
+    other = delta_(twin, MixedDimensionScheme(tables), of.rows, YESTERDAY, **more)
+    assert one.num_changed == other.num_changed
+    for name, rows in one.rows.items():
+        assert rows.equal(other.rows[name])
+        assert not rows.equal(of.rows[name])
 
 
 def test_scales_of_a_small_block_are_held_against_all_of_its_rows() -> None:
