@@ -335,8 +335,8 @@ def recipe_of(settings: Any, record: Mapping[str, Any], folder: Path | None = No
     facts |= {"encoder": encoder, "is_stream": True} if is_stream else {}
     recipe = recipe_from_frame(spec, model="dlrm", **columns, **facts)
     is_same = encoder is None or recipe.data.encoder.reads_as(encoder)
-    place, remedy = f"table {spec}", "use that table; dnis.load_predictor reads other rows"
-    check(is_same, place, f"the rows of which {folder} was trained", "others", remedy)
+    remedy = "use the table of the training; dnis.load_predictor predicts other tables"
+    check(is_same, f"table {spec}", f"the ids that {folder} was trained on", "others", remedy)
     return recipe
 
 

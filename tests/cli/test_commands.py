@@ -295,7 +295,7 @@ def test_a_table_needs_no_recipe_and_its_roles_are_given_once(gloo, tmp_path: Pa
     for words in (("evaluate", run, "--recipe"), ("evaluate", small / "x4", "--recipe"), ("refresh",)):
         more = (run, small / "x4", "--out", tmp_path / "other") if words == ("refresh",) else ()
         done = dnis(*words, changed, *more)
-        assert (done.returncode, "changed.csv: expected the rows of which" in done.stderr) == (1, True)
+        assert (done.returncode, "changed.csv: expected the ids that" in done.stderr) == (1, True)
     assert "name a folder in it, or export it" in dnis("evaluate", small, "--verify").stderr
     other = [word.replace("user,item", "item,user") for word in ROLES]
     done = dnis("evaluate", small / "x4", "--recipe", table, *other)
