@@ -9,7 +9,8 @@ weights still; the shift moves its output bias; phi, the sum of L'^2 over that o
 calibrated logistic loss and twice the mean squared residual for a squared error. This is
 hierarchical shrinkage (Gelman and Hill, "Data Analysis Using Regression and Multilevel/Hierarchical
 Models", chapter 12). Each half of the samples judges what strengths tau the other half has taught;
-if none is ahead by more than chance, there are no gains. Gains fold into scales: they take no byte.
+some of the samples choose tau, all of them solve and judge the choice. If it is not ahead by more
+than chance, there are no gains. Gains fold into scales: they take no byte.
 
 # NOTE[DIFF] the paper learns alpha of every column by steps while the model trains; here it is the
 # solution of one problem after training.
@@ -24,7 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -116,6 +117,10 @@ BYTES_OF_PIECES = 1 << 30
 """Most memory for the pieces of all samples; fewer samples are taken where they do not fit."""
 PARTS_OF_BATCH = 32
 """Parts of a batch whose losses tell a lead from chance."""
+SAMPLES_FOR_STRENGTHS = 1 << 14
+"""Samples that choose strengths; all samples then tell their lead from chance."""
+SCATTER = 0x9E3779B97F4A7C15 - (1 << 64)
+"""An odd number; products with it have no order, so sums of ids choose batches as chance would."""
 BLOCK_STRENGTHS, COLUMN_STRENGTHS = (0.0, 0.1, 0.3, 1.0), (0.03, 0.1)
 """Choices of tau_b, and of tau_c above 0, rising."""
 MOST_ITERATIONS = 25
@@ -315,6 +320,34 @@ class _Recorded:
     batch: Batch
     place: str
     calls: Mapping[int, list[tuple[contributions.Lookup, list[contributions.Pieces]]]]
+    parts: list[tuple[slice, Batch]]
+
+
+_Halves = tuple[list[_Recorded], list[_Recorded]]
+
+
+def _halves(batches: Sequence[_Recorded], number: Mapping[str, int]) -> _Halves:
+    """Batches of an even and of an odd place."""
+    even = [part for part in batches if number[part.place] % 2 == 0]
+    return even, [part for part in batches if number[part.place] % 2]
+
+
+def _enough_for_strengths(
+    batches: Sequence[_Recorded], number: Mapping[str, int], ranks: Ranks
+) -> list[_Recorded]:
+    """Some batches of each half, the same on all ranks and in any order of batches, as their ids
+    choose them. One all_reduce."""
+    sums = torch.zeros(len(number), 2, dtype=torch.int64)
+    for part in batches:
+        ids = features_of(part.batch).values()
+        sums[number[part.place]] += torch.tensor([int(ids.sum()), len(part.batch.labels)])
+    of_ids, sizes = ranks.sum_(sums).unbind(1)
+    places, num_samples = set[int](), [0, 0]
+    for place in (of_ids * SCATTER).argsort().tolist():
+        if num_samples[place % 2] < SAMPLES_FOR_STRENGTHS // 2:
+            places.add(place)
+            num_samples[place % 2] += int(sizes[place])
+    return [part for part in batches if number[part.place] in places]
 
 
 class _Problem:
@@ -334,30 +367,33 @@ class _Problem:
     ) -> None:
         self._model, self._loss, self._of, self._ranks = model, loss, of, ranks
         self._layout, self._phi, self._moves_shift = layout, phi, moves_shift
-        self._device, self._is_void = curvature.device_of(model), cast(Tensor | None, None)
+        self._device = curvature.device_of(model)
         read_by_name_(model, refuse_weights=None)
         records = [self._record(*sample) for sample in samples]
         self._all = [part for part, _ in records]
         self._bends = ranks.sum_(torch.stack([bends for _, bends in records]).sum(0))
         number = {place: n for n, place in enumerate(dict.fromkeys(place for _, place in samples))}
         if len(number) == 1:
-            self._halves = self._all[::2], self._all[1::2]
+            self._halves = self._few = self._all[::2], self._all[1::2]
         else:  # by whole batches: however they are cut or spread over ranks, halves are the same
-            even = [part for part in self._all if number[part.place] % 2 == 0]
-            self._halves = even, [part for part in self._all if number[part.place] % 2]
+            self._halves = _halves(self._all, number)
+            self._few = _halves(_enough_for_strengths(self._all, number, ranks), number)
 
     def gains(self, *, of_columns: bool) -> Gains:
         """The solution at the strengths that are best for the other half, if they are ahead."""
         none = torch.zeros(self._layout.size, dtype=torch.float64)
-        old = self._judge((0.0, 0.0), [none, none])
-        self._is_void = old.losses[:, 1].isnan()  # a mean over samples that all weigh nothing
-        old = self._judge((0.0, 0.0), [none, none])
+        old = self._judge(self._halves, (0.0, 0.0), [none, none])
         no_gains = Gains(self._layout.alpha(none), 0.0, old.loss, (0.0, 0.0))
         if not all(self._halves) or old.num_samples < LEAST_SAMPLES:
             return no_gains
-        best = self._climb([(tau, 0.0) for tau in BLOCK_STRENGTHS], old)
+        start = best = self._judge(self._few, (0.0, 0.0), [none, none])
+        best = self._climb([(tau, 0.0) for tau in BLOCK_STRENGTHS], best)
         if of_columns:
             best = self._climb([(best.strengths[0], tau) for tau in COLUMN_STRENGTHS], best)
+        if best is start:
+            return no_gains
+        if best.num_samples < old.num_samples:
+            best = self._try(self._halves, best.strengths, best.points)
         if not is_ahead(best.losses, old.losses, self._ranks):
             return no_gains
         point = self._solve(self._all, torch.stack(best.points).mean(0), best.strengths)
@@ -374,9 +410,7 @@ class _Problem:
         best, first = start, min(2, len(options) - 1)
         for places in (range(first, len(options)), range(first - 1, -1, -1)):
             for strengths in map(options.__getitem__, places):
-                halves = zip(self._halves, best.points, strict=True)
-                points = [self._solve(*half, strengths) for half in halves]
-                option = self._judge(strengths, points)
+                option = self._try(self._few, strengths, best.points)
                 if not option.loss < best.loss:  # NaN is no better
                     break
                 best = option
@@ -384,12 +418,17 @@ class _Problem:
                 break
         return best
 
-    def _judge(self, strengths: tuple[float, float], points: list[Tensor]) -> _Option:
+    def _try(self, halves: _Halves, strengths: tuple[float, float], begin: list[Tensor]) -> _Option:
+        """Solves on each half, and judges by the other."""
+        points = [self._solve(*pair, strengths) for pair in zip(halves, begin, strict=True)]
+        return self._judge(halves, strengths, points)
+
+    def _judge(
+        self, halves: _Halves, strengths: tuple[float, float], points: list[Tensor]
+    ) -> _Option:
         """What each half has taught, judged by the other."""
-        halves = zip(self._halves, points[::-1], strict=True)
-        losses = torch.cat([self._part_losses(half, point) for half, point in halves])
-        if self._is_void is not None:
-            losses[self._is_void] = 0.0
+        judges = zip(halves, points[::-1], strict=True)
+        losses = torch.cat([self._part_losses(half, point) for half, point in judges])
         sums = torch.stack([losses.prod(1).sum(), losses[:, 0].sum()])
         total, num_samples = self._ranks.sum_(sums).tolist()
         return _Option(strengths, points, losses, total / num_samples, num_samples)
@@ -418,7 +457,12 @@ class _Problem:
             of_blocks += [bends[:, 0].sum().view(1), bends[:, 0]]
             of_columns.append(bends[:, 1:].flatten())
         of_shift = at.second.sum().view(1).cpu()
-        return _Recorded(batch, place, calls), torch.cat([*of_blocks, of_shift, *of_columns])
+        part = _Recorded(batch, place, calls, cut_batch(batch, PARTS_OF_BATCH))
+        none = torch.zeros(self._layout.size, dtype=torch.float64)
+        # the mean of samples that all weigh nothing is NaN
+        is_void = self._part_losses([part], none)[:, 1].isnan().tolist()
+        parts = [own for own, is_empty in zip(part.parts, is_void, strict=True) if not is_empty]
+        return replace(part, parts=parts), torch.cat([*of_blocks, of_shift, *of_columns])
 
     def _outputs(self, part: _Recorded, alpha: Mapping[str, Tensor], shift: Tensor) -> Outputs:
         """What the model returns with other alpha. Local."""
@@ -491,10 +535,10 @@ class _Problem:
         """``(P, 2)``: samples and loss of the parts of some batches of this rank."""
         losses = [torch.zeros(0, 2, dtype=torch.float64)]
         alpha, shift = self._at(values)
-        for part in batches:
+        for part in filter(lambda part: part.parts, batches):
             outputs = self._outputs(part, alpha, shift)
             loss_of = partial(curvature.mean_loss, loss=self._loss, place=part.place)
-            losses.append(losses_of_parts(outputs, part.batch, PARTS_OF_BATCH, loss_of))
+            losses.append(losses_of_parts(outputs, part.parts, loss_of))
         return torch.cat(losses)
 
 
@@ -535,23 +579,25 @@ class _Option:
     num_samples: float
 
 
-def losses_of_parts(
-    outputs: Outputs, batch: Batch, num_parts: int, loss_of: Callable[[Outputs, Batch], Tensor]
-) -> Tensor:
-    """``(P, 2)`` float64: samples and mean loss of each part of a batch, or of a whole one that
-    cannot be cut."""
+def cut_batch(batch: Batch, num_parts: int) -> list[tuple[slice, Batch]]:
+    """A batch in parts of about the same size, and where each lies; whole if it cannot be cut."""
     size = len(batch.labels)
-    bounds = torch.linspace(0, size, min(num_parts, size) + 1).round().long()
-    parts = list(pairwise(bounds.tolist()))
+    bounds = torch.linspace(0, size, min(num_parts, size) + 1).round().long().tolist()
     try:
-        batches = [slice_of(batch, *part) for part in parts]
+        return [(slice(*part), slice_of(batch, *part)) for part in pairwise(bounds)]
     except (TypeError, NotImplementedError):
-        bounds, parts, batches = bounds[[0, -1]], [(0, size)], [batch]
-    losses = [
-        loss_of(_rows_of_outputs(outputs, slice(*part)), of_part)
-        for part, of_part in zip(parts, batches, strict=True)
-    ]
-    return torch.stack([bounds.diff(), torch.stack(losses).cpu()], dim=1).double()
+        return [(slice(0, size), batch)]
+
+
+def losses_of_parts(
+    outputs: Outputs,
+    parts: Sequence[tuple[slice, Batch]],
+    loss_of: Callable[[Outputs, Batch], Tensor],
+) -> Tensor:
+    """``(P, 2)`` float64: samples and mean loss of each part of a batch."""
+    losses = [loss_of(_rows_of_outputs(outputs, rows), part) for rows, part in parts]
+    sizes = torch.tensor([len(part.labels) for _, part in parts])
+    return torch.stack([sizes, torch.stack(losses).cpu()], dim=1).double()
 
 
 def _rows_of_outputs(outputs: Outputs, rows: slice) -> Outputs:

@@ -13,7 +13,7 @@ from torchrec.metrics.calibration import compute_calibration, get_calibration_st
 from torchrec.metrics.mse import compute_mse, get_mse_states
 from torchrec.metrics.ne import compute_ne, get_ne_states
 
-from dnis_torchrec.allocation.gains import losses_of_parts
+from dnis_torchrec.allocation.gains import cut_batch, losses_of_parts
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data import task as tasks
 from dnis_torchrec.data.batches import for_lookup
@@ -283,9 +283,8 @@ def part_losses(
     values = [torch.zeros(0, 2, dtype=torch.float64)]
     for batch, loss, _, outputs in predict(model, batches, device):
         if size := len(batch.labels):
-            losses = losses_of_parts(
-                outputs, batch, LOSSES_PER_BATCH, lambda rows, part: task.loss(part, rows)
-            )
+            parts = cut_batch(batch, LOSSES_PER_BATCH)
+            losses = losses_of_parts(outputs, parts, lambda rows, part: task.loss(part, rows))
             if not bool(losses.isfinite().all()):  # as of one whose samples all weigh nothing
                 losses = torch.tensor([[size, float(loss)]], dtype=torch.float64)
             values.append(losses)

@@ -28,6 +28,7 @@ import dnis_torchrec as dnis
 from dnis_torchrec import scheme
 from dnis_torchrec.allocation import compress as compressing
 from dnis_torchrec.allocation import energies as row_sample
+from dnis_torchrec.allocation import gains as gains_module
 from dnis_torchrec.allocation.axes import LinearReader, RotationGroup
 from dnis_torchrec.allocation.compress import Measured, measure_, packed_collections
 from dnis_torchrec.allocation.contributions import watched_collection
@@ -596,6 +597,17 @@ def test_the_order_of_batches_within_a_half_does_not_matter() -> None:
     assert one.strengths == other.strengths
     for name, part in one.alpha.items():
         torch.testing.assert_close(part, other.alpha[name], rtol=0, atol=1e-3)
+
+
+def test_strengths_are_chosen_on_the_same_batches_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gains_module, "SAMPLES_FOR_STRENGTHS", 1024)
+    batches = click_case(8)
+    blocks = measure_(trained(), click_case(2), loss=BCE).blocks
+    orders = [problem_of(trained(), blocks, order)._few for order in (batches, batches[2:] + batches[:2])]
+    one, other = ([[part.batch.labels.sum() for part in half] for half in few] for few in orders)
+    assert one == other
+    assert [len(half) for half in one] == [1, 1]
+    assert taught(batches).strengths[0] > 0
 
 
 def test_a_batch_alone_is_cut_into_halves() -> None:

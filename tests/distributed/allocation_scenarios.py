@@ -23,7 +23,7 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dnis_torchrec import prepare_
-from dnis_torchrec.allocation import energies
+from dnis_torchrec.allocation import energies, gains
 from dnis_torchrec.allocation.axes import rotate_, with_axes_
 from dnis_torchrec.allocation.bits import allocate
 from dnis_torchrec.allocation.compress import measure_
@@ -131,7 +131,7 @@ CURVATURE["enough"] = partial(curvature_over, "several ids", "table_wise", num_s
 def held_out() -> list[Batch]:
     """What teaches scales to grow: the model is right in all, and less sure of it than it could be."""
     case = CASES["several ids"]
-    model, own = make_model(case), [make_batch(case, seed, 64) for seed in (100, 101)]
+    model, own = make_model(case), [make_batch(case, seed, 64) for seed in range(100, 104)]
     for batch in own:
         with torch.no_grad():
             batch.labels = (model(batch.dense_features, batch.sparse_features) > 0).float()
@@ -195,11 +195,11 @@ def shared_over(at: Rank) -> Results:
 
 def compressed(model: nn.Module, own: Iterable[Batch], others: Iterable[Batch]) -> Results:
     """Two sizes of one measuring, and one with scales that learn, the counts of all rows among what comes back."""
-    with in_small_chunks():
+    with in_small_chunks(), patch.object(gains, "SAMPLES_FOR_STRENGTHS", 2):  # a batch of each half
         measured = measure_(model, own, loss=LOSS, num_blocks=3)
         learning = measure_(model, own, loss=LOSS, num_blocks=3, counts=measured.counts, held_out=others)
-    allocations = [measured.allocate(compression=1.5), measured.allocate(compression=2.5)]
-    allocations.append(learning.allocate(compression=1.5))
+        allocations = [measured.allocate(compression=1.5), measured.allocate(compression=2.5)]
+        allocations.append(learning.allocate(compression=1.5))
     return {
         "counts": {name: counts[:] for name, counts in measured.counts.counts.items()},
         "tensors": [allocation.scheme.to_tensors() for allocation in allocations],
