@@ -455,13 +455,10 @@ def _fitted_codes(
 
 def _fit(values: Tensor, weights: Tensor, bits: Tensor) -> ColumnCodes:
     """The best codes of some columns of a block, each at its own width."""
-    scale, shift = torch.ones(len(bits)), torch.zeros(len(bits), dtype=torch.int16)
-    widths = bits.unique().tolist()
-    for index, width in enumerate(widths):
-        here = bits == width
-        fit = fit_codes(values[:, here], weights, widths[: index + 1])  # narrower ones come first
-        scale[here], shift[here] = fit.scale[-1], fit.shift[-1]
-    return ColumnCodes(bits[None], scale[None], shift[None])
+    widths, index = bits.unique(return_inverse=True)
+    fit = fit_codes(values, weights, widths.tolist())
+    scale, shift = (part.gather(0, index[None]) for part in (fit.scale, fit.shift))
+    return ColumnCodes(bits[None], scale, shift)
 
 
 def _encode(
