@@ -321,6 +321,8 @@ def test_what_fails_gives_tables_their_names_back() -> None:
 def test_a_table_left_alone_is_named_as_in_its_collection() -> None:
     with pytest.raises(ValueError, match="a table beside those that are left alone, got all 2"):
         dnis.compress(Twins(), PAIRS, loss=BCE, compression=3, leave_alone=["item"])
+    with pytest.raises(ValueError, match=r"leave less alone than \['item@rows'\]: 2,8\d\d of 6,720 bytes"):
+        dnis.compress(Twins(), PAIRS, loss=BCE, compression=3, leave_alone=["item@rows"])
     result = dnis.compress(Twins(), PAIRS, loss=BCE, compression=1.2, leave_alone=["item@rows"])
     assert set(result.scheme.tables["item@rows"].bits.flatten().tolist()) == {32}
 
