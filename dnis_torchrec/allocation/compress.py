@@ -41,6 +41,7 @@ from dnis_torchrec.data.task import Task
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
 from dnis_torchrec.selection.shards import (
+    check_pooling,
     collections,
     local_shards,
     ranks_of,
@@ -243,6 +244,7 @@ def compress(
         >>> found.compression >= 6, type(model.tables).__name__
         (True, 'PackedEmbeddingBagCollection')
     """
+    check_pooling(collections(model).values())
     plain = _plain_collections(unshard_(widened_(model)))
     with tables_named_apart(model):
         measurement = measure_(
@@ -319,6 +321,7 @@ def measure_(
         with ranks.together():
             check_left_alone(leave_alone, [table.name for table in tables], "leave_alone")
             check_weights_apart(model)
+            check_pooling(m for m in result.values() if isinstance(m, EmbeddingBagCollection))
             _check_finite(model)
         with ranks.together():
             first = next(iter(batches), None)
