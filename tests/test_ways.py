@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,16 @@ import torch
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 from torchrec.models.dlrm import DLRM
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import dnis_torchrec as dnis
+from dnis_torchrec.allocation.compress import measure_, packed_collections, served_collections
 from dnis_torchrec.artifact.load import exact_rows, read_scheme
+from dnis_torchrec.artifact.write import write_artifact
+from dnis_torchrec.cli.commands import recipe_of
+from dnis_torchrec.cli.settings import TrainCommand
 from dnis_torchrec.data.task import Predictions
 from dnis_torchrec.search.settings import SearchSettings
 
@@ -34,9 +39,9 @@ BATCHES = [make_batch(seed) for seed in range(6)]
 HELD_OUT = [make_batch(seed) for seed in range(100, 104)]
 
 
-def dlrm(seed: int = 0) -> nn.Module:
+def dlrm(seed: int = 0, **options: Any) -> nn.Module:
     torch.manual_seed(seed)
-    table = EmbeddingBagConfig(name="item", num_embeddings=ROWS, embedding_dim=DIM, feature_names=["item"])
+    table = EmbeddingBagConfig(ROWS, DIM, "item", feature_names=["item"], **options)
     return DLRM(EmbeddingBagCollection(tables=[table]), 4, [32, DIM], [32, 1])
 
 
@@ -106,7 +111,10 @@ def test_narrow_tables_take_no_values_that_were_cut_otherwise(tmp_path: Path) ->
         modules[0].load_state_dict(modules[1].state_dict(), strict=False)
 
 
-@pytest.mark.parametrize(("make", "form"), [(dlrm, "mixed_dimension"), (Sequence, "packed")])
+HALF = partial(dlrm, data_type=DataType.FP16, init_fn=nn.init.normal_)
+
+
+@pytest.mark.parametrize(("make", "form"), [(dlrm, "mixed_dimension"), (Sequence, "packed"), (HALF, "packed")])
 def test_what_compress_leaves_is_written_and_fills_a_fresh_model(
     make: Callable[[int], nn.Module], form: str, tmp_path: Path
 ) -> None:
@@ -144,9 +152,6 @@ def test_an_artifact_alone_says_that_ids_are_passed_on(tmp_path: Path) -> None:
 
 
 def test_large_packed_tables_are_cut_into_files(tmp_path: Path) -> None:
-    from dnis_torchrec.allocation.compress import served_collections
-    from dnis_torchrec.artifact.write import write_artifact
-
     model = dlrm()
     result = dnis.compress(model, BATCHES, loss=BCE, compression=4)
     (module,) = served_collections(model).values()
@@ -167,6 +172,8 @@ def test_another_scheme_and_another_form_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="packed, which the tables are"):
         dnis.export(model, result.scheme, tmp_path / "artifact", forms=["mixed_dimension"])
     assert not (tmp_path / "artifact").exists()
+    with pytest.raises(RuntimeError, match="got packed ones; compress the model that was trained"):
+        compressed(model)
 
 
 def test_a_model_of_other_weights_is_left_as_it_was(tmp_path: Path) -> None:
@@ -240,14 +247,7 @@ def test_whatever_is_refused_leaves_the_model_as_it_was(
     torch.testing.assert_close(call().detach(), expected, rtol=0, atol=1e-5)
 
 
-def test_compressing_twice_says_that_it_is_compressed() -> None:
-    with pytest.raises(RuntimeError, match="got packed ones; compress the model that was trained"):
-        compressed(compressed(dlrm()))
-
-
 def test_rows_that_grew_since_bits_were_allocated_are_not_packed() -> None:
-    from dnis_torchrec.allocation.compress import measure_, packed_collections
-
     model = dlrm()
     scheme = measure_(model, BATCHES, loss=BCE).allocate(compression=6).scheme
     assert packed_collections(model, scheme)
@@ -263,11 +263,11 @@ SIZE = 64
 class Twins(nn.Module):
     """A bag and a sequence, each of which has a table "item"."""
 
-    def __init__(self, rows: tuple[int, int] = (120, 90)) -> None:
+    def __init__(self, rows: tuple[int, int] = (120, 90), kind: DataType = DataType.FP32) -> None:
         super().__init__()
         torch.manual_seed(0)
-        bag = EmbeddingBagConfig(name="item", num_embeddings=rows[0], embedding_dim=8, feature_names=["item"])
-        row = EmbeddingConfig(name="item", num_embeddings=rows[1], embedding_dim=8, feature_names=["seq"])
+        bag = EmbeddingBagConfig(rows[0], 8, "item", kind, feature_names=["item"])
+        row = EmbeddingConfig(rows[1], 8, "item", kind, feature_names=["seq"])
         self.bags, self.rows = EmbeddingBagCollection(tables=[bag]), EmbeddingCollection(tables=[row])
         self.out = nn.Linear(16, 1)
 
@@ -287,17 +287,19 @@ PAIRS = [twin_batch(seed) for seed in range(4)]
 SPLITS = dnis.DataSplits(train=PAIRS, validation=PAIRS[:2], selection=PAIRS[2:], test=PAIRS[3:])
 
 
+def halves(data: Path | None, **_: Any) -> dnis.Recipe:
+    return dnis.Recipe(model=Twins(kind=DataType.FP16), data=SPLITS, loss=BCE)
+
+
 def table_names(model: Any) -> list[str]:
-    configs = [*model.bags.embedding_bag_configs(), *model.rows.embedding_configs()]
-    return [config.name for config in configs]
+    return [config.name for config in [*model.bags.embedding_bag_configs(), *model.rows.embedding_configs()]]
 
 
 @pytest.mark.parametrize("searched", [False, True])
 def test_tables_of_one_name_in_two_collections_each_have_bits_of_their_own(searched: bool, tmp_path: Path) -> None:
     model = Twins()
     if searched:
-        recipe = dnis.Recipe(model=model, data=SPLITS, loss=BCE)
-        result = dnis.search(recipe, 3, settings=SearchSettings(epochs=1, num_blocks=2))
+        result = dnis.search(halves(None), 3, settings=SearchSettings(epochs=1, num_blocks=2))
         model, scheme = result.model, result.scheme
     else:
         scheme = dnis.compress(model, PAIRS, loss=BCE, compression=3, held_out=PAIRS[:2]).scheme
@@ -309,18 +311,22 @@ def test_tables_of_one_name_in_two_collections_each_have_bits_of_their_own(searc
     torch.testing.assert_close(predict(fresh, PAIRS[0]), predict(model, PAIRS[0]), rtol=0, atol=1e-6)
 
 
-def test_what_fails_gives_tables_their_names_back() -> None:
-    model = Twins()
-    names, expected = list(model.state_dict()), predict(model, PAIRS[0])
+def test_what_fails_gives_tables_their_names_and_types_back() -> None:
+    model = Twins(kind=DataType.FP16)
+    kinds, expected = {n: w.dtype for n, w in model.state_dict().items()}, predict(model, PAIRS[0])
     with pytest.raises(ValueError, match="compression"):
         dnis.compress(model, PAIRS, loss=BCE, compression=1e6)
-    assert list(model.state_dict()) == names
+    assert {n: w.dtype for n, w in model.state_dict().items()} == kinds
     assert predict(model, PAIRS[0]).equal(expected)
+    recipe = recipe_of(TrainCommand(recipe="tests.test_ways:halves", out=Path()), {})  # commands train in float32
+    assert {weight.dtype for weight in recipe.model.parameters()} == {torch.float32}
 
 
 def test_a_table_left_alone_is_named_as_in_its_collection() -> None:
     with pytest.raises(ValueError, match="a table beside those that are left alone, got all 2"):
         dnis.compress(Twins(), PAIRS, loss=BCE, compression=3, leave_alone=["item"])
+    with pytest.raises(ValueError, match=r"leave less alone than \['item@rows'\]: 2,8\d\d of 6,720 bytes"):
+        dnis.compress(Twins(), PAIRS, loss=BCE, compression=3, leave_alone=["item@rows"])
     result = dnis.compress(Twins(), PAIRS, loss=BCE, compression=1.2, leave_alone=["item@rows"])
     assert set(result.scheme.tables["item@rows"].bits.flatten().tolist()) == {32}
 
@@ -378,6 +384,10 @@ def test_a_batch_of_another_kind_is_refused_with_what_to_do(batch: Any) -> None:
         dnis.compress(Twins(), [batch], loss=BCE)
 
 
+def moved(features: KeyedJaggedTensor, offset: int) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(features.keys(), features.values() + offset, lengths=features.lengths())
+
+
 class Offset(nn.Module):
     """A model that gives ids other rows before it looks them up."""
 
@@ -386,26 +396,14 @@ class Offset(nn.Module):
         self.inner, self.offset = Twins((320, 320)), offset
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        bags = KeyedJaggedTensor(
-            sparse_features.keys(), sparse_features.values() + self.offset, lengths=sparse_features.lengths()
-        )
-        logits: Tensor = self.inner(dense_features, bags)
+        logits: Tensor = self.inner(dense_features, moved(sparse_features, self.offset))
         return logits
 
 
 def test_ids_that_a_model_offsets_are_counted_where_they_are_read() -> None:
     schemes = []
     for offset in (0, 30):
-        batches = [
-            Batch(
-                b.dense_features,
-                KeyedJaggedTensor(
-                    ["item", "seq"], b.sparse_features.values() + 30 - offset, lengths=b.sparse_features.lengths()
-                ),
-                b.labels,
-            )
-            for b in PAIRS
-        ]
+        batches = [Batch(b.dense_features, moved(b.sparse_features, 30 - offset), b.labels) for b in PAIRS]
         schemes.append(dnis.compress(Offset(offset), batches, loss=BCE, compression=3, held_out=batches[:2]).scheme)
     for name, table in schemes[0].tables.items():
         other = schemes[1].tables[name]
@@ -414,9 +412,8 @@ def test_ids_that_a_model_offsets_are_counted_where_they_are_read() -> None:
 
 
 def test_batches_of_several_sizes_are_not_counted() -> None:
-    ids = torch.tensor([1, 2, 3])
     features = KeyedJaggedTensor(
-        ["item", "seq"], ids, lengths=torch.ones(3, dtype=torch.int64), stride_per_key_per_rank=[[1], [2]]
+        ["item", "seq"], torch.arange(3), lengths=torch.ones(3, dtype=torch.int64), stride_per_key_per_rank=[[1], [2]]
     )
     with pytest.raises(NotImplementedError, match=r"batch 0: supported are batches of one size .*, got sizes \[1, 2\]"):
         dnis.count_frequencies([features], Twins().bags.embedding_bag_configs())

@@ -320,7 +320,9 @@ class _Problem:
         if not bought:  # more digits could not be met
             most = math.floor(100 * dense / (min(smallest) + base)) / 100
             requirement = f"at most {most:.2f} for these tables and blocks"
-            check(False, "compression", requirement, compression)
+            alone = sorted(self.blocks.left_alone)
+            remedy = f"leave less alone than {alone}: {base:,} of {dense:,} bytes stay float32"
+            check(False, "compression", requirement, compression, remedy if alone else "")
         return min(bought, key=lambda spent: float(self.losses(spent).sum()))
 
     def losses(self, spent: spending.Spent) -> Tensor:

@@ -41,13 +41,20 @@ from dnis_torchrec.data.task import Task
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
 from dnis_torchrec.selection.shards import (
+    check_pooling,
     collections,
     local_shards,
     ranks_of,
     table_configs_of,
     tables_named_apart,
 )
-from dnis_torchrec.selection.swap import ON_RANKS, check_weights_apart, replace_, unshard_
+from dnis_torchrec.selection.swap import (
+    ON_RANKS,
+    check_weights_apart,
+    replace_,
+    tables_in_float32,
+    unshard_,
+)
 from dnis_torchrec.selection.torchrec_inputs import managed_collisions, remap
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection, PackedTable, pack_rows
 from dnis_torchrec.serving.sequences import ServedEmbeddingCollection, table_of_single_ids
@@ -243,8 +250,9 @@ def compress(
         >>> found.compression >= 6, type(model.tables).__name__
         (True, 'PackedEmbeddingBagCollection')
     """
+    check_pooling(collections(model).values())
     plain = _plain_collections(unshard_(widened_(model)))
-    with tables_named_apart(model):
+    with tables_in_float32(model), tables_named_apart(model):
         measurement = measure_(
             model, batches, loss=loss, counts=counts, held_out=held_out, leave_alone=leave_alone
         )
@@ -296,7 +304,8 @@ def measure_(
     turns: Mapping[str, Tensor] | None = None,
 ) -> Measured:
     """Turns a model's tables into their axes and measures what every column of every block is
-    worth; `turns` are those of an earlier day, taken where they still serve.
+    worth; `turns` are those of an earlier day, taken where they still serve. Tables of half
+    precision become float32, where no rank shards them.
 
     Distributed: every rank of a sharded model calls it on its slices of the batches; see `rotate_`,
     `curvature`, `rounding_energies`, `LossSample` and `dnis_torchrec.data.over_ranks` for the
@@ -310,7 +319,7 @@ def measure_(
     if served_modules:
         place, remedy = f"FQN {next(iter(served_modules))!r}", "compress the model that was trained"
         raise RuntimeError(describe(place, "tables of float32", "packed ones", remedy))
-    with tables_named_apart(model) as names:
+    with tables_in_float32(model), tables_named_apart(model) as names:
         leave_alone = [key for name in leave_alone for key in names.get(name, [name])]
         result = collections(model)
         check(bool(result), "model", "an embedding collection in it", "none")
@@ -319,6 +328,7 @@ def measure_(
         with ranks.together():
             check_left_alone(leave_alone, [table.name for table in tables], "leave_alone")
             check_weights_apart(model)
+            check_pooling(m for m in result.values() if isinstance(m, EmbeddingBagCollection))
             _check_finite(model)
         with ranks.together():
             first = next(iter(batches), None)
@@ -501,5 +511,6 @@ def _check_unchanged(old: Tensor, new: Tensor, ranks: Ranks) -> None:
         change, largest = float((new - old).abs().max()), float(old.abs().max())
         if change > (most := UNCHANGED * largest):
             requirement = f"predictions to stay within {most:.3g} when tables are turned"
-            value, remedy = f"a change by {change:.3g}", "correct the model's rotation_groups"
+            value = f"a change by {change:.3g}"
+            remedy = "correct the model's rotation_groups, or shard tables of DataType.FP32"
             raise RuntimeError(describe("rotation", requirement, value, remedy))

@@ -246,8 +246,10 @@ def load_predictor(path: Path | str, model: nn.Module | None = None) -> Predicto
 def check_features(
     modules: Mapping[str, nn.Module], scheme: MixedDimensionScheme, artifact: Path | str
 ) -> list[str]:
-    """Refuses tables whose features, width, pooling or weighting differ from the model's. Returns
+    """Refuses tables whose features, size, pooling or weighting differ from the model's. Returns
     the FQNs of collections."""
+    remedy = "build the model as for training"
+    check(bool(modules), "model", "an embedding collection to load into", "none", remedy)
     fqns = sorted({table.collection for table in scheme.tables.values()})
     for fqn in fqns:
         check_known("FQN", fqn, modules)
@@ -266,6 +268,7 @@ def check_features(
         for table in tables:
             config, place = configs[table.table_name], f"{artifact}, table {table.table_name!r}"
             for name, value in {
+                "num_embeddings": config.num_embeddings,
                 "embedding_dim": config.embedding_dim,
                 "pooling": config.pooling.value.lower(),
                 "is_weighted": is_weighted,

@@ -66,6 +66,7 @@ from dnis_torchrec.selection.shards import (
     table_configs_of,
     tables_named_apart,
 )
+from dnis_torchrec.selection.swap import tables_in_float32
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection, PackedTable, split_blocks
 from dnis_torchrec.serving.sequences import table_of_single_ids
 
@@ -163,7 +164,7 @@ def delta_(
     table, one of its rows in `previous`; each rank encodes rows that it holds, and all gather them.
     """
     rows_read, previous = dict(rows_read or {}), dict(previous or {})
-    with tables_named_apart(model):
+    with tables_in_float32(model), tables_named_apart(model):
         model = widened_(model)
         served = _served(scheme, rows)
         old_turns = _turns_of(model, served, counts)

@@ -51,7 +51,7 @@ from dnis_torchrec.search.schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.search.search import with_tables_apart
 from dnis_torchrec.search.settings import USUAL_EPOCHS, SearchSettings
 from dnis_torchrec.selection.shards import TableShard, collections, dense_parameters, table_configs
-from dnis_torchrec.selection.swap import replace_, unshard_
+from dnis_torchrec.selection.swap import in_float32_, replace_, unshard_
 from dnis_torchrec.training.checkpoint import CheckpointFolder, StoredTensor, check_shared
 from dnis_torchrec.training.evaluate import evaluate
 from dnis_torchrec.training.loop import PLAIN, Phase, Plan, StreamPipeline, TrainLoop
@@ -322,7 +322,9 @@ def recipe_of(settings: Any, record: Mapping[str, Any], folder: Path | None = No
     facts: dict[str, Any] = {name: record.get(name) for name in ("seed", "embedding_dim")}
     facts["seed"] = facts["seed"] or 0
     if not is_table(spec):
-        return build_recipe(spec, settings.data, **facts)
+        recipe = build_recipe(spec, settings.data, **facts)
+        in_float32_(recipe.model)  # Adam's states round to 0 in half precision
+        return recipe
     columns = settings.columns if columns is None else columns
     check(columns is not None, "--label", f"the column of {spec} to predict", "none")
     conform(columns, runs.TableColumns, "columns of the run")

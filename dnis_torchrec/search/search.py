@@ -35,7 +35,7 @@ from dnis_torchrec.search.ramp import LEAST_STEPS, Ramp, check_reachable
 from dnis_torchrec.search.schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.search.settings import SearchSettings, check_compression
 from dnis_torchrec.selection.shards import name_tables_apart_, name_tables_back_, table_configs
-from dnis_torchrec.selection.swap import fold_, merge_, prepare_
+from dnis_torchrec.selection.swap import fold_, in_float32_, merge_, prepare_
 from dnis_torchrec.training.evaluate import evaluate, part_losses, primary_metric, selection_loss
 from dnis_torchrec.training.loop import (
     PLAIN,
@@ -174,7 +174,7 @@ def search(
         is_fit, remedy = trained_epochs is None or trained_epochs >= 1, "None trains it first"
         check(is_fit, "trained_epochs", "an integer >= 1", trained_epochs, remedy)
         recipe = with_tables_apart(recipe)
-        with_axes_(recipe.model)
+        in_float32_(with_axes_(recipe.model))
         groups = rotation_groups(recipe.model, recipe.leave_alone)
     to_turn = [table for group in groups for table in group.tables]
     blocks_of = partial(blocks_to_search, recipe, compression, settings.num_blocks)

@@ -12,7 +12,7 @@ from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 from torchrec.distributed.utils import CopyableMixin
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollection,
     EmbeddingBagCollectionInterface,
@@ -244,6 +244,15 @@ def is_weighted(collection: nn.Module) -> bool:
     if isinstance(collection, ShardedEmbeddingBagCollection):
         return torchrec.takes_weights(collection)
     return cast(EmbeddingBagCollectionInterface, collection).is_weighted()
+
+
+def check_pooling(modules: Iterable[nn.Module]) -> None:
+    """Checks that torch itself can look up the tables of some collections, once they are plain."""
+    remedy = "use SUM, with weights that are divided by the length of their bag"
+    for module in filter(is_weighted, modules):
+        for table in table_configs_of(module):
+            place, is_sum = f"table {table.name!r}", table.pooling != PoolingType.MEAN
+            check(is_sum, place, "SUM pooling of bags with weights", "MEAN", remedy)
 
 
 def needs_indices(collection: nn.Module) -> bool:

@@ -1,7 +1,8 @@
 """prepare_ and merge_: soft selection in and out of a user's model, by FQN."""
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import TypeVar, cast
 
 import torch
@@ -272,3 +273,22 @@ def replace_(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
             if child is old:
                 setattr(parent, name, new)
     return model
+
+
+def in_float32_(model: nn.Module) -> list[Callable[[], None]]:
+    """Makes half precision tables of plain collections float32; returns what undoes it. Local."""
+    kinds, modules = EmbeddingBagCollection | EmbeddingCollection, shards.collections(model)
+    plain = [module for module in modules.values() if isinstance(module, kinds)]
+    return [torchrec.tables_in_float32_(module) for module in plain]
+
+
+@contextmanager
+def tables_in_float32(model: nn.Module) -> Iterator[None]:
+    """`in_float32_`, undone if the block raises."""
+    undo = in_float32_(model)
+    try:
+        yield
+    except BaseException:
+        for step in undo:
+            step()
+        raise

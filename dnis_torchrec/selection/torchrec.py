@@ -37,7 +37,7 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv, ShardingType
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -67,14 +67,39 @@ def sequence_configs_of(collection: ShardedEmbeddingCollection) -> list[Embeddin
     return list(collection._embedding_configs)
 
 
+def _tables_of(collection: Plain) -> tuple[nn.ModuleDict, str]:
+    """What holds the tables of a plain collection, and the place of their configs."""
+    if isinstance(collection, EmbeddingBagCollection):
+        return collection.embedding_bags, "_embedding_bag_configs"
+    return collection.embeddings, "_embedding_configs"
+
+
 def rename_tables_(collection: Plain, names: Mapping[str, str]) -> None:
     """Gives tables of a plain collection other names; weights and the keys of outputs stay."""
-    is_pooled = isinstance(collection, EmbeddingBagCollection)
-    holders = collection.embedding_bags if is_pooled else collection.embeddings
+    holders, place = _tables_of(collection)
     holders._modules = {names.get(key, key): part for key, part in holders._modules.items()}
-    place = "_embedding_bag_configs" if is_pooled else "_embedding_configs"
     configs = [replace(c, name=names.get(c.name, c.name)) for c in getattr(collection, place)]
     setattr(collection, place, configs)
+
+
+def tables_in_float32_(collection: Plain) -> Callable[[], None]:
+    """Makes half precision tables of a plain collection float32, as its outputs are; returns what
+    undoes it."""
+    holders, place = _tables_of(collection)
+    configs = getattr(collection, place)
+    weights = [cast(Tensor, holder.weight) for holder in holders.values()]
+    old = [(weight, weight.dtype) for weight in weights if weight.dtype.itemsize < 4]
+
+    def undo() -> None:
+        for weight, dtype in old:
+            weight.data = weight.data.to(dtype)
+        setattr(collection, place, configs)
+
+    if old:
+        for weight, _ in old:
+            weight.data = weight.data.float()
+        setattr(collection, place, [replace(c, data_type=DataType.FP32) for c in configs])
+    return undo
 
 
 def takes_weights(collection: ShardedEmbeddingBagCollection) -> bool:

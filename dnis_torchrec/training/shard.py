@@ -17,12 +17,10 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import CacheParams, EmbeddingModuleShardingPlan, ShardingType
-from torchrec.modules.embedding_configs import PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from dnis_torchrec.checks import check, check_known
+from dnis_torchrec.checks import check_known
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.data.task import TrainTask
 from dnis_torchrec.ops.select import are_compiled
@@ -53,14 +51,8 @@ TABLE_RATE = "table_rate"  # key of param_groups: whether they learn at the tabl
 
 def check_pooling(model: nn.Module) -> None:
     """Checks that torch itself can look up the tables of a model, as one process does."""
-    if world_size_of() > 1:
-        return
-    remedy = "use SUM, with weights that are divided by the length of their bag"
-    for module in model.modules():
-        if isinstance(module, EmbeddingBagCollection) and module.is_weighted():
-            for table in module.embedding_bag_configs():
-                place, is_sum = f"table {table.name!r}", table.pooling != PoolingType.MEAN
-                check(is_sum, place, "SUM pooling of bags with weights", "MEAN", remedy)
+    if world_size_of() == 1:
+        shards.check_pooling(shards.collections(model).values())
 
 
 def shard(

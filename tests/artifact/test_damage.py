@@ -975,6 +975,12 @@ def test_sequences_are_verified_and_swapped_rows_found(tmp_path: Path, monkeypat
 
 def test_tables_of_other_lookups_are_refused_by_name(copy: Path) -> None:
     """A model would look for features that nobody looks up, take one table's for another's, or pool otherwise."""
+    with pytest.raises(ValueError, match="model: expected an embedding collection to load into, got none; build"):
+        load_model(nn.Linear(1, 1), copy)
+    for field, value in (("num_embeddings", 40), ("embedding_dim", 8)):
+        setattr((model := demo().model).sparse_arch.embedding_bag_collection.embedding_bag_configs()[0], field, 41)
+        with pytest.raises(ValueError, match=f"table 'user': expected {field} 41, as the model's table, got {value}"):
+            load_model(model, copy)
     demo_features = read_manifest(copy)["tables"]["user"]["feature_names"]
     for features in (["genre"], ["user", "user"], ["client"]):
         manifest = read_manifest(copy)

@@ -475,7 +475,7 @@ def test_what_does_not_fit_is_refused_and_says_why(tmp_path: Path) -> None:
     sequences = dnis.export(unpooled, dnis.compress(unpooled, BATCHES, loss=BCE, compression=6).scheme, tmp_path / "s")
     with pytest.raises(NotImplementedError, match="FQN 'collection': supported to train narrow are plain"):
         narrow_for_training_(Unpooled(), sequences)
-    with pytest.raises(ValueError, match="FQN 'collection'"):
+    with pytest.raises(ValueError, match="model: expected an embedding collection"):
         narrow_for_training_(nn.Linear(2, 2), artifact)
     state = of_tensors({f"model/{name}": value for name, value in Pair().head.state_dict(prefix="head.").items()})
     with pytest.raises(ValueError, match="table/item: expected shape .*, got no rows"):

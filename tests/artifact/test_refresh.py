@@ -256,6 +256,9 @@ def test_rows_that_turn_as_they_are_read_are_those_of_a_turned_model(is_weighed:
     monkeypatch.setattr(refreshing, "axes_of_rows", lambda *_: None)
     assert same_refresh(result, delta_(model, of.scheme, of.rows, TODAY, **more))
     assert not model.tables.embedding_bags["user"].weight.equal(before["tables.embedding_bags.user.weight"])
+    model.load_state_dict(before)
+    model.tables.half()
+    assert delta_(model, of.scheme, of.rows, TODAY, **more).dense.keys() == result.dense.keys()  # turned in float32
 
 
 def test_rows_that_are_equal_in_the_tables_of_yesterday_are_not_looked_at() -> None:

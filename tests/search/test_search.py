@@ -26,7 +26,7 @@ import dnis_torchrec as dnis
 from dnis_torchrec import export
 from dnis_torchrec.allocation.axes import rotation_groups, with_axes_
 from dnis_torchrec.allocation.bits import Prediction
-from dnis_torchrec.allocation.compress import packed_collections
+from dnis_torchrec.allocation.compress import compress, measure_, packed_collections
 from dnis_torchrec.allocation.gains import LossSample, with_gains
 from dnis_torchrec.artifact.export import load_model
 from dnis_torchrec.artifact.verify import verify
@@ -245,6 +245,10 @@ def test_bags_that_the_plain_model_could_not_pool_are_refused_before_training(gl
         recipe.model(KeyedJaggedTensor(features.keys(), features.values(), weights, features.lengths()))
     with pytest.raises(ValueError, match=r"table 'genre': expected SUM pooling"):
         found_by(recipe, tmp_path)
+    monkeypatch.setattr("dnis_torchrec.allocation.compress.unshard_", lambda _: pytest.fail("made the model plain"))
+    for call in (compress, measure_):
+        with pytest.raises(ValueError, match=r"table 'genre': expected SUM pooling"):
+            call(recipe.model, recipe.data.train, loss=recipe.loss)
     monkeypatch.setattr(sharding_of_training, "world_size_of", lambda: 2)
     sharding_of_training.check_pooling(recipe.model)  # stays sharded, and FBGEMM's kernels can
 
