@@ -308,8 +308,8 @@ def write_table(path: Path, *, num_rows: int = 6000) -> Path:
     frame = pd.DataFrame({"user": users, "item": [f"i{item}" for item in items], "day": np.arange(num_rows)})
     frame["price"] = random.integers(0, 50, num_rows) / 4
     frame["liked"] = (random.random(num_rows) < 0.2 + 0.6 * ((users + items) % 2)).astype(int)
-    frame["tags"] = ["|".join(of_row) for of_row in tags] if path.suffix == ".csv" else tags
-    if path.suffix == ".csv":
+    frame["tags"] = ["|".join(of_row) for of_row in tags] if path.suffix.lower() == ".csv" else tags
+    if path.suffix.lower() == ".csv":
         frame.to_csv(path, index=False)
     else:
         frame.to_parquet(path)

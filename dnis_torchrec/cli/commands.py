@@ -29,14 +29,14 @@ from dnis_torchrec.checks import check, describe, versions
 from dnis_torchrec.cli import run as runs
 from dnis_torchrec.cli import settings as options
 from dnis_torchrec.cli import streams
-from dnis_torchrec.cli.judge import Judge, Metrics, block_rows, encoder_of
+from dnis_torchrec.cli.judge import Judge, Metrics, block_rows, encoder_of, warn_of_one_label
 from dnis_torchrec.cli.progress import progress_and_stop
 from dnis_torchrec.cli.run import RESULTS, RunFolder, kind_of
 from dnis_torchrec.cli.settings import FINISHED, is_table
 from dnis_torchrec.data import over_ranks
 from dnis_torchrec.data.batches import LookupBatches
 from dnis_torchrec.data.files import conform
-from dnis_torchrec.data.frames import FrameEncoder, recipe_from_frame
+from dnis_torchrec.data.frames import FrameEncoder, recipe_from_frame, warn
 from dnis_torchrec.data.recipe import DataSplits, Recipe, build_recipe
 from dnis_torchrec.data.stream import FrequencyCounts
 from dnis_torchrec.data.task import TrainTask, check_batches, direction_of
@@ -317,7 +317,8 @@ def _recipe_and_head(
 
 def recipe_of(settings: Any, record: Mapping[str, Any], folder: Path | None = None) -> Recipe:
     """The recipe or table of a command, with what a run or an artifact records of it. A stream has
-    the encoder in its folder, and a table in splits has to give the same one."""
+    the encoder in its folder, and a table in splits has to give the same one, or all its rows are
+    evaluated."""
     spec, columns = str(settings.recipe), record.get("columns")
     facts: dict[str, Any] = {name: record.get(name) for name in ("seed", "embedding_dim")}
     facts["seed"] = facts["seed"] or 0
@@ -337,7 +338,12 @@ def recipe_of(settings: Any, record: Mapping[str, Any], folder: Path | None = No
     facts |= {"encoder": encoder, "is_stream": True} if is_stream else {}
     recipe = recipe_from_frame(spec, model="dlrm", **columns, **facts)
     is_same = encoder is None or recipe.data.encoder.reads_as(encoder)
-    remedy = "use the table of the training; dnis.load_predictor predicts other tables"
+    if not is_same and isinstance(settings, options.EvaluateCommand) and not settings.verify:
+        text = "all its rows are evaluated, and those that training read flatter the model"
+        warn(f"table {spec}: not the one that {folder} was trained on: {text}")
+        facts |= {"encoder": encoder, "is_stream": True}
+        return recipe_from_frame(spec, model="dlrm", **columns, **facts)
+    remedy = "use the table of the training; `dnis evaluate` and dnis.load_predictor take others"
     check(is_same, f"table {spec}", f"the ids that {folder} was trained on", "others", remedy)
     return recipe
 
@@ -528,7 +534,8 @@ def run_export(settings: options.ExportCommand) -> Path:
 
 
 def run_evaluate(settings: options.EvaluateCommand) -> dict[str, Any]:
-    """Evaluates a finished run, or an artifact in its model, on the test split or a stream."""
+    """Evaluates a finished run, or an artifact in its model, on the test split, a stream or
+    another table."""
     path, is_artifact = settings.path, (settings.path / MANIFEST).is_file()
     with process_group() as device:
         weights, ranks = None, Ranks.everyone()
@@ -555,6 +562,7 @@ def run_evaluate(settings: options.EvaluateCommand) -> dict[str, Any]:
         "compression": scheme.compression(),
         "parameters": scheme.parameters,
         "bytes": scheme.exact_bytes(),
+        "split": "all rows" if recipe.is_stream else "test",
         "metrics": metrics,
     }
 
@@ -589,10 +597,12 @@ def _test_metrics(
         batches = check_batches(recipe.data, recipe.task, "test")
         if ranks.world_size > 1 and not getattr(recipe.data, "is_split_over_ranks", False):
             batches = iter(over_ranks.RankBatches(batches, ranks, "test", over_ranks.JUDGE))
-        return evaluate(TrainTask(model, recipe.task), batches, recipe.task, device)
-    data = over_ranks.split_over_ranks(recipe.data, ranks)
-    metrics = evaluate(TrainTask(model, recipe.task), data.test, recipe.task, device)
-    over_ranks.check_same(data, ranks)
+        metrics = evaluate(TrainTask(model, recipe.task), batches, recipe.task, device)
+    else:
+        data = over_ranks.split_over_ranks(recipe.data, ranks)
+        metrics = evaluate(TrainTask(model, recipe.task), data.test, recipe.task, device)
+        over_ranks.check_same(data, ranks)
+    warn_of_one_label(metrics, "stream" if recipe.is_stream else "test split")
     return metrics
 
 

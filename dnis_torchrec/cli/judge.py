@@ -1,6 +1,7 @@
 """Models judged on a recipe's data, and the rows of results that come of it: of the model itself,
 and of its rows in int8 or int4, whole or cut to their first principal axes, as users try first."""
 
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from dnis_torchrec.allocation.axes import rotation_groups
+from dnis_torchrec.checks import describe
 from dnis_torchrec.cli.run import PAGE, RESULTS, RunFolder
 from dnis_torchrec.cli.settings import FINISHED
 from dnis_torchrec.data.frames import FrameEncoder, FrameSplits, FrameStream
@@ -78,6 +80,9 @@ class Judge:
         **more: Any,
     ) -> ResultRow:
         """The row of a model with these metrics."""
+        for name in ("test", "selection"):
+            is_stream = self.is_left or self.recipe.is_stream
+            warn_of_one_label(metrics[name], "stream" if is_stream else f"{name} split")
         splits: Any = {"metrics": metrics["test"], "selection": metrics["selection"]}
         numbers: Any = {"num_bytes": num_bytes, "compression": compression, "seconds": seconds}
         if NEW in metrics and method not in (*ROWS, CUT_AXES):
@@ -190,6 +195,16 @@ def block_rows(
                 line = {"table": name, "block": block, "rows": rows, "bits": bits[block]}
                 lines.append(line | {"occurrences": occurrences[block] / rows})
     return tuple(lines)
+
+
+def warn_of_one_label(metrics: Mapping[str, float], place: str) -> None:
+    """Warns of samples whose labels are all the same, which have no AUC. Local, no collective."""
+    for name in metrics if rank_of() == 0 else ():
+        area = name.removesuffix("logloss") + "auc"
+        if name.endswith("logloss") and area not in metrics:
+            remedy = f"give more rows, as there is no {area} without"
+            text = describe(place, "labels that differ", "one label in all samples", remedy)
+            warnings.warn(text, stacklevel=2)
 
 
 def encoder_of(recipe: Recipe) -> FrameEncoder | None:

@@ -82,7 +82,8 @@ def command(kind: type[Any]) -> Callable[[Callable[[Any], None]], Callable[..., 
                     may_exist = any(
                         getattr(settings, name, False) for name in ("overwrite", "resume")
                     )
-                    place, remedy = f"folder {out}", "choose another --out, or --overwrite"
+                    place, remedy = f"folder {out}", "choose another --out"
+                    remedy += ", or --overwrite" * hasattr(settings, "overwrite")
                     requirement = "a folder that does not exist"
                     is_free = may_exist or not out.exists()
                     check(is_free, place, requirement, "an existing one", remedy)

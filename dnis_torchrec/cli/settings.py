@@ -145,7 +145,7 @@ def check_run(path: Path) -> None:
 def is_table(recipe: str) -> bool:
     """Returns whether RECIPE names a table, by path or URL, and not a ``module:function``."""
     path = Path(recipe)
-    is_file = bool({".csv", ".parquet", ".pq"} & set(path.suffixes[-2:]))
+    is_file = bool({".csv", ".parquet", ".pq"} & {suffix.lower() for suffix in path.suffixes[-2:]})
     return is_file or "://" in recipe or path.exists()
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeAlias, TypedDict
+from typing import Any, NamedTuple, NotRequired, Self, TypeAlias, TypedDict
 
 import numpy as np
 import pandas as pd
@@ -50,7 +50,7 @@ EMBEDDING_DIM = 64
 STREAM_HEAD = 0.1  # of the rows of a stream: the first ones, of which dense features are scaled
 INIT_STD = 0.01  # standard deviation of the initial weights of tables
 DENSE_LAYERS, OVER_LAYERS = [128], [128, 64]  # in front of dense features, and behind the tables
-_FORMS = re.compile(r"\.(parquet|pq|csv(\.gz|\.bz2|\.zst|\.lz4)?)$")
+_FORMS = re.compile(r"\.((?i:parquet|pq|csv)|(?i:csv)\.(gz|bz2|zst|lz4))$")
 # Texts that stand for a missing number. Only an empty text is a missing id.
 _NO_NUMBER = pa.array(["", "NA", "N/A", "<NA>", "NaN", "nan", "NULL", "null", "None"])
 _DIGITS = tuple("-0123456789")
@@ -124,11 +124,12 @@ def stream_of_frame(
     source: Frame, roles: Roles, batch_size: int, encoder: FrameEncoder | None
 ) -> FrameStream:
     """A frame as a stream; an encoder of earlier days gives new ids row 0."""
-    has_time = roles.time is not None
-    check(has_time, "time", "the column that orders a stream", "none", "name it")
+    is_clear = roles.time is not None or encoder is not None
+    check(is_clear, "time", "the column that orders a stream", "none", "name it")
     frame = roles.columns_of(source)
-    frame = frame.iloc[order_in_time(frame[roles.time])].reset_index(drop=True)
-    columns = _Columns(frame, roles)
+    if roles.time is not None:
+        frame = frame.iloc[order_in_time(frame[roles.time])].reset_index(drop=True)
+    columns = _Columns(frame, roles, None if encoder is None else encoder.is_binary)
     if encoder is None:
         is_first = np.arange(len(frame)) < max(1, int(STREAM_HEAD * len(frame)))
         encoder = FrameEncoder.learn(columns, is_first, is_stream=True)
@@ -181,8 +182,8 @@ def _describe(
     values, note = np.unique(columns.labels), "BCEWithLogitsLoss: all labels are 0 or 1"
     if not columns.is_binary:
         span = f"{values[0]:g} to {values[-1]:g}"
-        note = f"MSELoss: {len(values)} values from {span}, not 0 and 1"
-        if len(values) == 2:
+        note = f"MSELoss: {len(values)} values from {span}" + ", not 0 and 1" * (span != "0 to 1")
+        if len(values) == 2 and span != "0 to 1":
             warn(f"label column {label!r}: two values, {span}: map them to 0 and 1 if classes")
     facts[str(label)] = ("label", "", 0.0, "", note)
     names = ["kind", "rows", "missing", f"unseen in {place}", "note"]
@@ -203,6 +204,7 @@ class _Settings(TypedDict):
     bags: list[str]
     model: str | None
     embedding_dim: Positive | None
+    is_binary: NotRequired[bool | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,6 +216,7 @@ class FrameEncoder:
     bags: tuple[str, ...]  # the features that have any number of ids
     model: str | None = None  # of `recipe_from_frame`, with tables of `embedding_dim`
     embedding_dim: int | None = None
+    is_binary: bool | None = None  # whether all labels were 0 or 1
 
     @classmethod
     def learn(cls, columns: _Columns, is_train: np.ndarray, *, is_stream: bool = False) -> Self:
@@ -287,6 +290,7 @@ class FrameEncoder:
             "bags": list(self.bags),
             "model": self.model,
             "embedding_dim": self.embedding_dim,
+            "is_binary": self.is_binary,
         }
         texts = pa.array([text for rows in self.rows.values() for text in rows], pa.large_string())
         table = pa.table({"id": texts}).replace_schema_metadata({"encoder": json.dumps(settings)})
@@ -317,17 +321,19 @@ class FrameEncoder:
         deviations = [deviation for _, deviation in scales.values()]
         check(min(deviations, default=1) > 0, place, "deviations above 0", deviations)
         bags, dim = tuple(settings["bags"]), settings["embedding_dim"]
-        return cls(scales, rows, bags, settings["model"], dim)
+        return cls(scales, rows, bags, settings["model"], dim, settings.get("is_binary"))
 
 
 class _Columns:
     """Columns of a frame, before anything is learned of them."""
 
-    def __init__(self, frame: pd.DataFrame, roles: Roles) -> None:
+    def __init__(self, frame: pd.DataFrame, roles: Roles, of_training: bool | None = None) -> None:
         self.num_rows, self.roles = len(frame), roles
         # of rows to be served there are none
         self.labels = np.zeros(0) if roles.label is None else _labels_of(frame[roles.label])
-        self.is_binary = bool(np.isin(self.labels, (0, 1)).all())
+        is_binary, place = bool(np.isin(self.labels, (0, 1)).all()), f"label {roles.label!r}"
+        check(is_binary or not of_training, place, "labels 0 or 1, as in the training", "others")
+        self.is_binary = is_binary if of_training is None else of_training
         self.single = {name: ids_of(frame[name]) for name in roles.ids}
         self.bags = {name: id_bags_of(frame[name]) for name in roles.bags}
         self.features = self.single | self.bags
@@ -411,7 +417,7 @@ def _file(place: str, columns: list[Hashable]) -> pd.DataFrame:
     requirement, suffix = "a file that ends in .parquet or .csv", "".join(path.suffixes[-2:])
     is_fit = path.is_dir() or _FORMS.search(path.name) is not None
     check(is_fit, place, requirement, suffix or "no ending", remedy)
-    csv_files = _csv_files_of(path) if path.is_dir() else [path] * (".csv" in suffix)
+    csv_files = _csv_files_of(path) if path.is_dir() else [path] * (".csv" in suffix.lower())
     source, kind = (list(map(str, csv_files)), _csv(columns)) if csv_files else (place, "parquet")
     frames = []
     try:
@@ -444,7 +450,7 @@ def _csv_files_of(folder: Path) -> list[Path]:
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     # Arrow leaves out hidden files of Parquet, too.
     paths = [p for p in paths if not any(n[0] in "._" for n in p.relative_to(folder).parts)]
-    ends = [match[1][:3] if (match := _FORMS.search(path.name)) else "" for path in paths]
+    ends = [match[1][:3].lower() if (match := _FORMS.search(path.name)) else "" for path in paths]
     csv_files = [path for path, end in zip(paths, ends, strict=True) if end == "csv"]
     others = [path for path, end in zip(paths, ends, strict=True) if end in ("par", "pq")]
     check(bool(paths), str(folder), "files that end in .parquet or .csv", "none")
@@ -682,8 +688,8 @@ def recipe_from_frame(
         is_stream: all rows are one stream in the order of `time`, and nothing is split. Ids have
             rows in the order in which they first occur, up to the last one. Dense features are
             scaled by the first tenth of the rows alone. No label is read for either.
-        encoder: of a stream: that of the days before, ``recipe.data.encoder``. The tables are as
-            large as then, and ids that it has not share row 0.
+        encoder: of a stream: that of the days before, ``recipe.data.encoder``. Tables and loss are
+            those of then, ids that it has not share row 0, and `time` may be None.
 
     Returns:
         The recipe; its data are `FrameSplits`, or a stream.
@@ -711,7 +717,7 @@ def recipe_from_frame(
         data = stream_of_frame(frame, roles, batch_size, encoder)
     else:
         data = splits_of_frame(frame, roles, batch_size, seed)
-    encoder = replace(data.encoder, model=model, embedding_dim=dim)
+    encoder = replace(data.encoder, model=model, embedding_dim=dim, is_binary=data.is_binary)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network = model_of(encoder)

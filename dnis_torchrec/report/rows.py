@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from decimal import Decimal
@@ -137,12 +138,24 @@ def join_results(runs: Sequence[Results]) -> Results:
         if run.primary_metric != first.primary_metric:
             metrics = f"the metric {first.primary_metric!r}, got {run.primary_metric!r}"
             raise ValueError(f"runs: expected {metrics}")
-    rows = {
-        (row.method, row.name, row.seed, row.num_bytes): row for run in runs for row in run.rows
-    }
+        if run.split != first.split:
+            splits = f"metrics of one split, {first.split}, got {run.split}; report them apart"
+            raise ValueError(f"runs: expected {splits}")
+    rows: dict[tuple[Any, ...], ResultRow] = {}
+    others: dict[str, None] = {}
+    for row in (row for run in runs for row in run.rows):
+        old = rows.get(key := (row.method, row.name, row.seed, row.num_bytes), row)
+        losses = [f"{of.metrics.get('loss', math.nan):.4f}" for of in (old, row)]
+        if losses[0] != losses[1]:
+            others[f"{row.method} ({' and '.join(losses)})"] = None
+        rows[key] = row
+    notes = {note: None for run in runs for note in run.notes}
+    if others:
+        text = f"Runs have models of one name with other losses: {', '.join(others)}."
+        warnings.warn(f"{text} Only the last of each is shown.", stacklevel=2)
+        notes[f"{text} Only the last of each is shown."] = None
     commands = tuple(dict.fromkeys(command for run in runs for command in run.commands))
-    notes = tuple(dict.fromkeys(note for run in runs for note in run.notes))
-    return replace(first, rows=tuple(rows.values()), notes=notes, commands=commands)
+    return replace(first, rows=tuple(rows.values()), notes=tuple(notes), commands=commands)
 
 
 def rows_frame(rows: Iterable[ResultRow], metric: str) -> pd.DataFrame:

@@ -21,6 +21,7 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from dnis_torchrec.allocation.compress import Measured
 from dnis_torchrec.artifact.export import load_predictor
@@ -219,7 +220,8 @@ def test_export_and_evaluate_agree_to_the_digit(searched: Path, tmp_path: Path) 
 
 
 def test_report_is_one_page_of_all_runs(searched: Path, trained: Path, compressed: tuple[Path, Results]) -> None:
-    done = dnis("report", searched, trained, compressed[0])
+    with pytest.warns(UserWarning, match="other losses: uncompressed"):
+        done = dnis("report", searched, trained, compressed[0])
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith(f"report: {searched}/report.html\n")
     for method in (SEARCH, COMPRESS, UNCOMPRESSED):
@@ -292,10 +294,18 @@ def test_a_table_needs_no_recipe_and_its_roles_are_given_once(gloo, tmp_path: Pa
     say("package", small / "x4", "--recipe", table, "--out", tmp_path / "package")
     changed = tmp_path / "changed.csv"  # of the same sizes, with ids that have each other's rows
     pd.read_csv(table).assign(user=lambda frame: (frame["user"] + 1) % 40).to_csv(changed, index=False)
-    for words in (("evaluate", run, "--recipe"), ("evaluate", small / "x4", "--recipe"), ("refresh",)):
-        more = (run, small / "x4", "--out", tmp_path / "other") if words == ("refresh",) else ()
-        done = dnis(*words, changed, *more)
+    refresh = ("refresh", changed, run, small / "x4", "--out", tmp_path / "other")
+    for words in (refresh, ("package", small / "x4", "--recipe", changed, "--out", tmp_path / "other")):
+        done = dnis(*words)
         assert (done.returncode, "changed.csv: expected the ids that" in done.stderr) == (1, True)
+    with pytest.warns(UserWarning, match="all its rows are evaluated"):
+        said = json.loads(say("evaluate", small / "x4", "--recipe", changed))
+    logits, labels = load_predictor(small / "x4")(changed), torch.tensor(pd.read_csv(changed)["liked"]).float()
+    assert said["metrics"]["loss"] == pytest.approx(binary_cross_entropy_with_logits(logits, labels).item(), abs=1e-6)
+    pd.read_csv(table).assign(liked=lambda frame: frame["liked"] * (frame["day"] < 1350)).to_csv(changed, index=False)
+    for words in (("evaluate", run, "--recipe", changed), ("train", changed, *ROLES, "--out", tmp_path / "f", *SHORT)):
+        with pytest.raises(UserWarning, match="test split: expected labels that differ, got one label in all samples;"):
+            dnis(*words)
     assert "name a folder in it, or export it" in dnis("evaluate", small, "--verify").stderr
     other = [word.replace("user,item", "item,user") for word in ROLES]
     done = dnis("evaluate", small / "x4", "--recipe", table, *other)

@@ -299,7 +299,7 @@ def test_what_is_no_run_of_a_stream_is_refused(day: RunFolder, tmp_path: Path) -
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+@pytest.mark.parametrize("suffix", [".CSV", ".Parquet"])
 def test_a_table_is_a_stream_in_the_order_of_time(gloo, suffix: str, tmp_path: Path) -> None:
     table, out = write_table(tmp_path / f"day{suffix}", num_rows=3000), tmp_path / "run"
     done = dnis("train", table, *ROLES, "--steps", 99, "--out", out)

@@ -23,7 +23,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from dnis_torchrec.data import stream as streams
-from dnis_torchrec.data.frames import recipe_from_frame
+from dnis_torchrec.data.frames import FrameEncoder, recipe_from_frame
 from dnis_torchrec.data.recipe import DataSplits, Recipe, load_recipe
 from dnis_torchrec.data.stream import Stream, batches_of_tensors, batches_to_tensors
 from dnis_torchrec.data.task import TrainTask
@@ -268,9 +268,13 @@ def test_the_next_days_frame_has_the_tables_of_the_first() -> None:
     users = streams.join_batches([*second.data]).sparse_features["user"].values().tolist()
     by_time = frame.sort_values("when")["user"]
     assert [row == 0 for row in users] == [user >= 20 for user in by_time]
-    with pytest.raises(ValueError, match="encoder"):
-        roles = ROLES | {"bags": []}
-        recipe_from_frame(frame, **roles, is_stream=True, encoder=first.data.encoder)
+    counted = frame.assign(liked=frame["liked"] + frame.index % 2)
+    encoder = FrameEncoder.from_bytes(recipe_from_frame(counted, **ROLES, is_stream=True).data.encoder.to_bytes(), "f")
+    by_chance = recipe_from_frame(frame, **ROLES | {"time": None}, is_stream=True, encoder=encoder)  # without a 2
+    assert isinstance(by_chance.loss, nn.MSELoss)
+    for message, of, roles in (("encoder", frame, {"bags": []}), ("0 or 1, as in the training", counted, {})):
+        with pytest.raises(ValueError, match=message):
+            recipe_from_frame(of, **ROLES | roles, is_stream=True, encoder=first.data.encoder)
     with pytest.raises(ValueError, match="time"):
         recipe_from_frame(frame, **ROLES | {"time": None}, is_stream=True)
 

@@ -211,8 +211,11 @@ def test_runs_are_joined_on_one_page() -> None:
     joined = join_results([RESULTS, other])
     assert len(joined.rows) == 5
     assert joined.notes == ("a random split", "another")
-    with pytest.raises(ValueError, match="auc"):
-        join_results([RESULTS, dataclasses.replace(other, primary_metric="mse")])
+    for field, value in (("primary_metric", "mse"), ("split", "recent")):
+        with pytest.raises(ValueError, match=value):
+            join_results([RESULTS, dataclasses.replace(other, **{field: value})])
+    with pytest.warns(UserWarning, match=r"other losses: uncompressed \(0\.2000 and 0\.3000\)\. Only the last"):
+        assert join_results([RESULTS, dataclasses.replace(RESULTS, rows=(row(UNCOMPRESSED, 1.0, 0.7),))]).notes[1:]
 
 
 @pytest.mark.parametrize(
