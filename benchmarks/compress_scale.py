@@ -18,8 +18,6 @@ Rows: ``{"step", "seconds", "cpu_seconds", "anonymous_bytes", "file_bytes"}``, m
 ``rates`` are what docs/scale.md reckons with, nanoseconds of one core.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import resource
@@ -33,7 +31,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -139,7 +137,7 @@ class Watch:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 

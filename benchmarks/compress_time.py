@@ -7,22 +7,22 @@ compressed to 8, 20 and 64 times, with gains for each. With `--rows 1,10` that i
 rows, which no sample reads. Each number of rows is a line of JSON: seconds of an epoch, and each part in such epochs.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from time import process_time
+from time import perf_counter, process_time
 from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
 from torch import nn
 
+from benchmarks.gpu.timing import wait_for
 from benchmarks.rivals.task import Recipes, Task, shards_of, train
 from dnis_torchrec.allocation.compress import measure_
+from dnis_torchrec.allocation.curvature import device_of
 from dnis_torchrec.allocation.gains import LossSample
 from dnis_torchrec.data.recipe import Recipe, build_recipe
 from dnis_torchrec.selection.shards import collections, table_configs_of
@@ -32,11 +32,13 @@ SIZES = (8, 20, 64)
 T = TypeVar("T")
 
 
-def seconds_of(call: Callable[[], T]) -> tuple[float, T]:
-    """Times a call in CPU seconds, and returns its result too."""
-    start = process_time()
-    result = call()
-    return process_time() - start, result
+def seconds_of(call: Callable[[], T], device: torch.device) -> tuple[float, T]:
+    """Times a call in CPU seconds, or by the clock where a GPU works, and returns its result too."""
+    clock = process_time if device.type == "cpu" else perf_counter
+    wait_for(device)
+    start, result = clock(), call()
+    wait_for(device)
+    return clock() - start, result
 
 
 def add_rows_(model: nn.Module, factor: int) -> None:
@@ -50,24 +52,27 @@ def add_rows_(model: nn.Module, factor: int) -> None:
             config.num_embeddings = table.num_embeddings = len(table.weight)
 
 
-def measure(spec: str, data: Path | None, factors: Sequence[int], epochs: int) -> Iterator[dict[str, Any]]:
+def measure(
+    spec: str, data: Path | None, factors: Sequence[int], epochs: int, device: torch.device
+) -> Iterator[dict[str, Any]]:
     """Trains the model and yields one result for each size of the tables."""
-    task = Task(build=Recipes(lambda dim: build_recipe(spec, data, seed=0, embedding_dim=dim)), max_epochs=epochs)
+    build = Recipes(lambda dim: build_recipe(spec, data, seed=0, embedding_dim=dim))
+    task = Task(build=build, max_epochs=epochs, device=device)
     recipe = task.build(None)
-    training, (model, trained) = seconds_of(lambda: train(task, recipe))
+    training, (model, trained) = seconds_of(lambda: train(task, recipe), device)
     epoch = training / len(trained.history)
     for factor in factors:
         larger = copy.deepcopy(model)
         add_rows_(larger, factor)
-        yield {"recipe": spec, "epoch_seconds": round(epoch, 1)} | compress_seconds(larger, recipe, epoch)
+        yield {"recipe": spec, "epoch_seconds": epoch} | compress_seconds(larger.to(device), recipe, epoch)
 
 
 def compress_seconds(model: nn.Module, recipe: Recipe, epoch: float) -> dict[str, Any]:
     """The seconds of gains and of compress for all sizes, in epochs."""
-    fits, fit = [], LossSample.fit
+    fits, fit, device = [], LossSample.fit, device_of(model)
 
     def timed_fit(sample: LossSample, *given: Any, **named: Any) -> Any:
-        seconds, gains = seconds_of(lambda: fit(sample, *given, **named))
+        seconds, gains = seconds_of(lambda: fit(sample, *given, **named), device)
         fits.append(seconds)
         return gains
 
@@ -77,7 +82,7 @@ def compress_seconds(model: nn.Module, recipe: Recipe, epoch: float) -> dict[str
         return [measured.allocate(compression=size).compression for size in SIZES]
 
     with patch.object(LossSample, "fit", timed_fit):
-        whole, compressions = seconds_of(compress)
+        whole, compressions = seconds_of(compress, device)
     return {
         "rows": sum(len(shard.weight) for shard in shards_of(model)),
         "compressions": [round(each, 1) for each in compressions],
@@ -95,9 +100,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--epochs", type=int, default=60, help="most epochs of the training")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
-    with process_group():
+    with process_group() as device:
         factors = list(map(int, options.rows.split(",")))
-        for line in measure(options.recipe, options.data, factors, options.epochs):
+        for line in measure(options.recipe, options.data, factors, options.epochs, device):
             print(json.dumps(line), flush=True)
 
 

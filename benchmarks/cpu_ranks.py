@@ -1,7 +1,5 @@
 """Ranks that are processes on this machine's CPU, on machines with GPUs, too."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -10,8 +10,6 @@ cache: a slower disk is the bound. The last rows are of samples in memory, as th
 `take` and transpose of the same samples, in turns.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

@@ -1,7 +1,5 @@
 """Sizes and times of deltas, and what a refresh takes: ``python -m benchmarks.deltas [ROWS] [ROWS_OF_MODEL]``."""
 
-from __future__ import annotations
-
 import copy
 import sys
 import time

@@ -8,8 +8,6 @@ the one before; "frozen", the same without rows born since and without other sca
 bytes of a delta over those of the artifact that it stands on, "size" how many times smaller tables are.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json

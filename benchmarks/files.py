@@ -1,7 +1,5 @@
 """Files that a measurement writes."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

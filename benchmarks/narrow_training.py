@@ -8,8 +8,6 @@ Bytes are those of tables and of the states of their optimizer. A time is the me
 compressed at the end and evaluated on the test split. Prints a line of JSON for each recipe.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

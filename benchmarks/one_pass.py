@@ -10,8 +10,6 @@ streams, by .0047 and .0039 at 20 times, for columns that died early are missed 
 The second command trains a small model on a stream without end, and prints the memory of the process as it goes.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import resource

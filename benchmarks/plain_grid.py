@@ -11,8 +11,6 @@ Every run is a line of ``FOLDER/plain_grid.jsonl``, written when it ends: a run 
 loss and metric are those of the best epoch on the selection split, null if it diverged.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
@@ -20,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -54,7 +52,7 @@ class Point:
     table_learning_rate: float
     dense_learning_rate: float
 
-    def scaled(self, name: str, factor: float) -> Point:
+    def scaled(self, name: str, factor: float) -> Self:
         """The point with one of its rates multiplied, in three digits."""
         return replace(self, **{name: float(f"{factor * getattr(self, name):.3g}")})
 

@@ -17,8 +17,6 @@ of the time of `packed` over another's of the same round; beside it stand its qu
 rows. Run it with OMP_NUM_THREADS=1.
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import random

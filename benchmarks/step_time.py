@@ -1,22 +1,19 @@
-"""Time of a bi-level step beside a plain training step, and its breakdown.
+"""Time of a bi-level step beside a plain training step.
 
     python -m benchmarks.step_time [--quick] [--shape NAME] [--batch-size 1024,4096 ...] [--ranks 1,2] --json FILE
 
 A plain TrainPipelineSparseDist of the unwrapped model and the bi-level pipeline of the wrapped one take turns, step by
 step, in one process: plain, lower, upper, plain, ... Ratios are medians over those rounds, with their quartiles: they
 hold on a busy machine too, the milliseconds do not, and best of all do those of the CPU time that the process itself
-took (``_cpu_ratio``; it sees neither waiting nor a GPU). The breakdown gives each step's parts as shares of the plain
-step, by the PyTorch profiler, which slows small operators down more than large ones: read it as where to look. Peak
-memory is that of processes of their own on one rank, without what the imports take. ``output_volume_ratio`` is what the
-collections hand back, and so what the output all-to-all carries over ranks, beside the plain model's.
+took (``_cpu_ratio``; it sees neither waiting nor a GPU). Peak memory is that of processes of their own on one rank,
+without what the imports take. ``output_volume_ratio`` is what the collections hand back, and so what the output
+all-to-all carries over ranks, beside the plain model's.
 
 CPU or one GPU. On several ranks, gloo on this machine's CPU, every rank has batches of its own and rank 0 reports.
 
 Shapes: `criteo`, `dlrm_v2` (multi-hot) and `movielens`, each varied by the options, every combination of the values
 given.
 """
-
-from __future__ import annotations
 
 import argparse
 import itertools
@@ -28,9 +25,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +35,6 @@ import torch
 import torch.distributed as dist
 import torchrec
 from torch import nn
-from torch.profiler import ProfilerActivity, profile, record_function
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.models.dlrm import DLRM
@@ -47,7 +42,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.cpu_ranks import hidden_gpus
 from benchmarks.files import output_file
-from benchmarks.step_breakdown import PARTS, STEPS, breakdown, record_modules, recorded
 from dnis_torchrec import (
     BilevelStream,
     BilevelTrainPipeline,
@@ -69,8 +63,8 @@ from examples.models import build_tables
 from examples.models.collaborative import MatrixFactorization
 
 NUM_DENSE = 13
+STEPS = ("plain", "lower", "upper")
 ROUNDS, QUICK_ROUNDS, WARM_UP_ROUNDS = 60, 6, 2
-PROFILED_ROUNDS, QUICK_PROFILED_ROUNDS = 3, 1
 STEPS_FOR_MEMORY = 4
 START_METHOD = "spawn"
 MEMORY_RUNS, QUICK_MEMORY_RUNS = 3, 1
@@ -172,8 +166,7 @@ class Plain:
     def __init__(self, shape: Shape, train: list[Batch], validation: list[Batch], device: torch.device) -> None:
         recipe = make_recipe(shape, train, validation)
         model, optimizer = shard(TrainTask(recipe.model, recipe.loss), recipe, device)
-        self.model = model.train()
-        self.pipeline = TrainPipelineSparseDist(model, optimizer, device)
+        self.pipeline = TrainPipelineSparseDist(model.train(), optimizer, device)
         self._stream = endless(train)
 
     def step(self) -> None:
@@ -192,8 +185,7 @@ class Bilevel:
         blocks = blocks_from_counts(counts, tables, num_blocks=shape.num_blocks)
         prepared = prepare_(recipe.model, blocks)
         model, optimizer = shard(TrainTask(prepared, recipe.loss), recipe, device)
-        self.model = model.train()
-        self.pipeline = BilevelTrainPipeline(model, optimizer, device)
+        self.pipeline = BilevelTrainPipeline(model.train(), optimizer, device)
         self.output_volume_ratio = output_volume_ratio(model)
         parts = BatchParts(validation, shape.upper_batch_parts)
         self._stream = BilevelStream(train, parts, LevelSchedule(warm_up_steps=1))
@@ -211,22 +203,19 @@ def output_volume_ratio(model: nn.Module) -> float:
     return handed_back / sum(output.embedding_dim for wrapper in wrappers for output in wrapper.outputs)
 
 
-def take_turns(
-    plain: Plain, bilevel: Bilevel, around: Callable[[str], AbstractContextManager[Any]]
-) -> dict[str, float]:
-    """One round: milliseconds of a plain, a lower and an upper step, each taken inside ``around(name)``.
+def take_turns(plain: Plain, bilevel: Bilevel) -> dict[str, float]:
+    """One round: milliseconds of a plain, a lower and an upper step.
 
     ``NAME_cpu`` is the CPU time that this process took, in all its threads.
     """
     times = {}
     for name, pipeline in zip(STEPS, (plain, bilevel, bilevel), strict=True):
-        with around(name):
-            start, start_cpu = time.perf_counter(), time.process_time()
-            pipeline.step()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            times[name] = 1000 * (time.perf_counter() - start)
-            times[f"{name}_cpu"] = 1000 * (time.process_time() - start_cpu)
+        start, start_cpu = time.perf_counter(), time.process_time()
+        pipeline.step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times[name] = 1000 * (time.perf_counter() - start)
+        times[f"{name}_cpu"] = 1000 * (time.process_time() - start_cpu)
     return times
 
 
@@ -235,49 +224,42 @@ class Measured:
     """Measurements of one shape."""
 
     times: dict[str, list[float]]
-    parts: dict[str, dict[str, float]]
     output_volume_ratio: float
 
 
-def measure(shape: Shape, rounds: int, profiled_rounds: int) -> Measured:
-    """Takes the steps in turns, and more rounds for the breakdown; on one of several ranks, in step with them."""
+def measure(shape: Shape, rounds: int) -> Measured:
+    """Takes the steps in turns; on one of several ranks, in step with them."""
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     train, validation = make_batches(shape, 8, seed=2 * rank), make_batches(shape, 4, seed=2 * rank + 1)
     times: dict[str, list[float]] = {name: [] for step in STEPS for name in (step, f"{step}_cpu")}
     with process_group() as device:
         plain, bilevel = Plain(shape, train, validation, device), Bilevel(shape, train, validation, device)
         for index in range(WARM_UP_ROUNDS + rounds):
-            for name, milliseconds in take_turns(plain, bilevel, lambda _: nullcontext()).items():
+            for name, milliseconds in take_turns(plain, bilevel).items():
                 if index >= WARM_UP_ROUNDS:
                     times[name].append(milliseconds)
-        for model in (plain.model, bilevel.model):
-            record_modules(model)
-        bilevel.pipeline.alpha_optimizer.step = recorded("alpha_step", bilevel.pipeline.alpha_optimizer.step)
-        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
-            for _ in range(profiled_rounds):
-                take_turns(plain, bilevel, lambda name: record_function(f"step {name}"))
-    return Measured(times=times, parts=breakdown(profiler.events()), output_volume_ratio=bilevel.output_volume_ratio)
+    return Measured(times=times, output_volume_ratio=bilevel.output_volume_ratio)
 
 
-def measure_on_rank(rank: int, shape: Shape, rounds: int, profiled_rounds: int, folder: str) -> None:
+def measure_on_rank(rank: int, shape: Shape, rounds: int, folder: str) -> None:
     """One process of `measure_over_ranks`."""
     torch.set_num_threads(1)
     store = torch.distributed.FileStore(f"{folder}/store", shape.ranks)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=shape.ranks)
     try:
-        measured = measure(shape, rounds, profiled_rounds)
+        measured = measure(shape, rounds)
     finally:
         torch.distributed.destroy_process_group()
     if rank == 0:
         (Path(folder) / "measured.json").write_text(json.dumps(asdict(measured)), encoding="utf-8")
 
 
-def measure_over_ranks(shape: Shape, rounds: int, profiled_rounds: int) -> Measured:
+def measure_over_ranks(shape: Shape, rounds: int) -> Measured:
     """`measure` in as many processes as the shape has ranks; here if that is one."""
     if shape.ranks == 1:
-        return measure(shape, rounds, profiled_rounds)
+        return measure(shape, rounds)
     with tempfile.TemporaryDirectory() as folder, hidden_gpus():
-        arguments = (shape, rounds, profiled_rounds, folder)
+        arguments = (shape, rounds, folder)
         torch.multiprocessing.start_processes(measure_on_rank, arguments, shape.ranks, start_method=START_METHOD)
         return Measured(**json.loads((Path(folder) / "measured.json").read_text(encoding="utf-8")))
 
@@ -321,9 +303,8 @@ def spread(values: list[float]) -> list[float]:
     return [round(quartiles[0], 3), round(quartiles[2], 3)]
 
 
-def ratios(measured: Measured, clock: str) -> dict[str, list[float]]:
+def ratios(times: Mapping[str, list[float]], clock: str) -> dict[str, list[float]]:
     """Lower, upper and both over the plain step, round by round; `clock` is ``""`` or ``"_cpu"``."""
-    times = measured.times
     lower, upper = (
         [own / plain for own, plain in zip(times[f"{name}{clock}"], times[f"plain{clock}"], strict=True)]
         for name in ("lower", "upper")
@@ -333,7 +314,7 @@ def ratios(measured: Measured, clock: str) -> dict[str, list[float]]:
 
 def report(shape: Shape, measured: Measured, memory: Sequence[float]) -> dict[str, Any]:
     """A row of the JSON file."""
-    wall, cpu = ratios(measured, ""), ratios(measured, "_cpu")
+    wall, cpu = ratios(measured.times, ""), ratios(measured.times, "_cpu")
     return {
         "shape": shape.name,
         "batch_size": shape.batch_size,
@@ -352,14 +333,13 @@ def report(shape: Shape, measured: Measured, memory: Sequence[float]) -> dict[st
         "output_volume_ratio": round(measured.output_volume_ratio, 3),
         **{f"{name}_quartiles": spread(values) for name, values in wall.items()},
         **{f"{name}_cpu_quartiles": spread(values) for name, values in cpu.items()},
-        "breakdown": measured.parts,
         "rounds": len(wall["lower"]),
         "threads": torch.get_num_threads(),
     }
 
 
 def print_row(row: dict[str, Any]) -> None:
-    """The figures of one shape, and its breakdown."""
+    """The figures of one shape."""
     numbers = " ".join(f"{name}={row[name]}" for name in list(row)[1:9])
     print(f"\n{row['shape']}: {numbers} plain_ms={row['plain_ms']} rounds={row['rounds']}")
     for name in ("lower", "upper", "pair"):
@@ -368,11 +348,7 @@ def print_row(row: dict[str, Any]) -> None:
         print(f"  {name:>13} {row[f'{name}_ratio']:6.3f} of the plain step [{low:.3f}, {high:.3f}]; {cpu}")
     low, high = row["peak_memory_range"]
     print(f"  {'peak memory':>13} {row['peak_memory_ratio']:6.3f} of plain training [{low:.3f} to {high:.3f}]")
-    print(f"  {'output volume':>13} {row['output_volume_ratio']:6.3f} of the plain model's")
-    print("  by the profiler, shares of the plain step")
-    print("  ".join([f"{'':>9}", *(f"{part:>13}" for part in PARTS)]))
-    for name, parts in row["breakdown"].items():
-        print("  ".join([f"{name:>9}", *(f"{parts[part]:13.3f}" for part in PARTS)]), flush=True)
+    print(f"  {'output volume':>13} {row['output_volume_ratio']:6.3f} of the plain model's", flush=True)
 
 
 def numbers(text: str) -> list[int]:
@@ -433,10 +409,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     memory = memory_ratios(shapes, memory_runs, at_once)
     print(f"torch {torch.__version__}, torchrec {torchrec.__version__}, {os.cpu_count()} cores")
     print(f"load of the machine at the start: {os.getloadavg()[0]:.1f}")
-    rounds = (QUICK_ROUNDS, QUICK_PROFILED_ROUNDS) if arguments.quick else (ROUNDS, PROFILED_ROUNDS)
+    rounds = QUICK_ROUNDS if arguments.quick else ROUNDS
     rows = []
     for shape, memory_of_runs in zip(shapes, memory, strict=True):
-        measured = measure_over_ranks(shape, *rounds)
+        measured = measure_over_ranks(shape, rounds)
         rows.append(report(shape, measured, memory_of_runs))
         print_row(rows[-1])
     if arguments.json:

@@ -48,14 +48,6 @@ def test_step_time_measures_every_shape_and_writes_json(tmp_path: Path, capsys: 
         assert row["pair_ratio"] > max(row["lower_ratio"], row["upper_ratio"])
         assert row["pair_cpu_ratio"] > max(row["lower_cpu_ratio"], row["upper_cpu_ratio"]) > 0
         assert row["output_volume_ratio"] == 1
-        parts = row["breakdown"]
-        assert sum(parts["plain"].values()) == pytest.approx(1, abs=0.01)
-        assert parts["plain"]["select"] == 0
-        assert parts["lower"]["select"] > 0
-        assert parts["upper"]["select"] > 0
-        for part in ("lookup", "input_dist", "dense_forward", "backward"):
-            assert parts["plain"][part] > 0, part
-            assert parts["lower"][part] > 0, part
     text = capsys.readouterr().out
     assert all(f"\n{row['shape']}: batch_size=32" in text for row in rows)
 
@@ -162,6 +154,9 @@ EXPECTED = {
     "compress": {"tables", "part", "compression", "tables in codes"},
     "serving": {"bytes", "lookup", "lookup, times dense_fp32"},
     "search": {"command", "artifact"},
+    "smoke": {"version", "largest difference"},
+    "gains": {"epoch", "gains, in epochs"},
+    "refresh": {"command", "delta applied", "bytes"},
 }
 
 

@@ -1,7 +1,5 @@
 """The command line of `benchmarks.gpu`."""
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys
@@ -24,17 +22,6 @@ def chosen_steps(text: str) -> tuple[Step, ...]:
     return tuple(step for step in STEPS if step.name in names)
 
 
-def minutes(text: str) -> float:
-    """A number of minutes above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
-    return value
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the steps; asked to end, it kills the one at work first."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
@@ -42,9 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="benchmarks.gpu", description=benchmarks.gpu.__doc__, formatter_class=description
     )
-    parser.add_argument(
-        "--minutes", type=minutes, default=MINUTES, help=f"for all steps together (default {MINUTES:g})"
-    )
+    parser.add_argument("--minutes", type=float, default=MINUTES, help=f"for all steps together ({MINUTES:g})")
     parser.add_argument("--steps", type=chosen_steps, default=STEPS, metavar="NAME,NAME", help="some of them")
     parser.add_argument("--stand-in", action="store_true", help="on the CPU, in small")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")

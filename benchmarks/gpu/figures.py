@@ -1,7 +1,5 @@
 """Figures in a file: appended one by one as they are found, and read back as tables."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable

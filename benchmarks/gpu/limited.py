@@ -1,21 +1,19 @@
 """A command in a process of its own, killed with its children when its time is over, and what became of it."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 STACKS_SIGNAL = signal.SIGUSR1
 """At it a step prints the stacks of all its threads, see `benchmarks.gpu.step`."""
-GRACE_SECONDS = 2.0
-"""For which a step that hangs may print them."""
+GRACE_SECONDS, POLLS = 2.0, 40
+"""For which a step that hangs may print them, and then end what it has started."""
 DETAIL_LINES = 40
 _FATAL = re.compile(r"Fatal Python error|^(Current t|T)hread 0x", re.MULTILINE)
 
@@ -28,23 +26,13 @@ class Ended:
     seconds: float
     detail: str
 
-    @property
-    def is_crash(self) -> bool:
-        """Whether a signal ended it that nobody sent."""
-        return self.outcome.startswith("crashed")
 
-
-def run_limited(command: Sequence[str], log: Path, seconds: float, variables: Mapping[str, str] | None = None) -> Ended:
+def run_limited(command: Sequence[str], log: Path, seconds: float) -> Ended:
     """Runs a command with a limit of time; nothing that it has started outlives it."""
     begin, started, is_late = log.stat().st_size if log.exists() else 0, time.monotonic(), False
     with log.open("ab") as out:
         process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=os.environ | dict(variables or {}),
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
         process.wait(max(seconds, 0))
@@ -54,7 +42,12 @@ def run_limited(command: Sequence[str], log: Path, seconds: float, variables: Ma
         with suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_SECONDS)
     finally:
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):  # then nothing is left of the group
+            os.killpg(process.pid, signal.SIGTERM)  # torchrun ends its ranks at it, which are groups of their own
+            for _ in range(POLLS):
+                time.sleep(GRACE_SECONDS / POLLS)
+                process.poll()
+                os.killpg(process.pid, 0)
             os.killpg(process.pid, signal.SIGKILL)
         code = process.wait()
     outcome = "out of time" if is_late else _outcome(code)

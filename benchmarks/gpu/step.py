@@ -1,11 +1,13 @@
 """One step in this process, as `benchmarks.gpu` starts it: `python -m benchmarks.gpu.step NAME --out DIR`."""
 
-from __future__ import annotations
-
 import argparse
 import faulthandler
 import importlib
-from collections.abc import Sequence
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +29,12 @@ class Run:
     def device(self) -> torch.device:
         """Returns where the step measures."""
         return torch.device("cpu" if self.is_stand_in else "cuda")
+
+    def python(self, name: str, *arguments: str, variables: Mapping[str, str] | None = None, **of: object) -> None:
+        """Runs Python in a process of its own, whose crash leaves a stack in the log, and notes its seconds."""
+        started, environment = time.monotonic(), os.environ | {"PYTHONFAULTHANDLER": "1"} | dict(variables or {})
+        subprocess.run([sys.executable, *arguments], check=True, env=environment)
+        self.figures.note("process", time.monotonic() - started, "s", name=name, **of)
 
 
 def run_step(name: str, folder: Path, *, is_stand_in: bool) -> None:

@@ -1,12 +1,11 @@
 """Times on a GPU by its own events, and on a CPU by a clock."""
 
-from __future__ import annotations
-
 import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from itertools import pairwise
+from typing import Self
 
 import torch
 
@@ -68,7 +67,7 @@ class PeakMemory:
         self._device = device
         self.num_bytes: int | None = None
 
-    def __enter__(self) -> PeakMemory:
+    def __enter__(self) -> Self:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)

@@ -20,8 +20,6 @@ compression, metrics, selection_loss, settings, trials, seconds``, or ``reason``
 nothing of so few bytes; ``split`` is ``random`` or ``time`` where the recipe says so.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

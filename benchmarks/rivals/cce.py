@@ -2,8 +2,6 @@
 part by part of the columns. Both begin as hashed tables; between epochs k-means finds clusters of
 their sums, and the helper begins anew, at zero and under another hash."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """A cell, one method at one size under one seed, and how it comes to its line."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -1,8 +1,6 @@
 """Rates that fall: the uncompressed model trained on at lower and lower rates. Much of what a search
 gains may be that."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from torch import nn

@@ -1,8 +1,6 @@
 """int4-QAT: uniform tables that know while they train that they will be served in int4, through
 the rounding by the straight-through estimator."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

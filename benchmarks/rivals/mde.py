@@ -1,8 +1,6 @@
 """MDE (Ginart et al. 2019): dims that follow a power of frequency, with learned projections to a
 base dimension."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """The list of all methods."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

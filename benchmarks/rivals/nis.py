@@ -2,8 +2,6 @@
 vocabulary are kept at which width, by what weights shared by all choices predict on the validation
 split; the choice is then trained from scratch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """What this project does itself: compress, and search."""
 
-from __future__ import annotations
-
 import tempfile
 from dataclasses import replace
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The search as published: alpha's gradient of first order, or through one unrolled step of the
 weights; the largest values of what it comes to are kept one by one, and trained on."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

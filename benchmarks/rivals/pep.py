@@ -1,8 +1,6 @@
 """PEP (Liu et al. 2021): a threshold for every value learns beside it; what it leaves at zero is
 gone, and the rest is trained anew."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Product quantisation of trained tables (Jegou et al. 2011; MEC 2025): sub-vectors of rows share the
 codewords of their table and place, found by k-means that counts a row as often as it is read."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

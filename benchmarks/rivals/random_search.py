@@ -1,7 +1,5 @@
 """Random search: random falling numbers of columns over the blocks, each trained from scratch."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

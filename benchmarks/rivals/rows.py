@@ -1,7 +1,5 @@
 """Uniform tables: rows of one width, in float32 or as FBGEMM stores them in int8 or int4."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Collection
 from dataclasses import replace

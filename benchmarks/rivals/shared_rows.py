@@ -1,8 +1,6 @@
 """Short tables, whose rows several ids share: by hashing alone, or told apart by a second table of
 quotients (Shi et al. 2020)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

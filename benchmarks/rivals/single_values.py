@@ -1,7 +1,5 @@
 """Single values that are kept: compressed sparse rows, and magnitude pruning (Han et al. 2015)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

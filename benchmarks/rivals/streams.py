@@ -1,8 +1,6 @@
 """Streams made of others: the validation split as training data, too, so that nobody wins by data;
 and ids in no order."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What every method is given, what it gives back, and the training that all of them share."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Compressing a trained model whose tables, 20 GB of them, lie on the GPU: every part of it, as it is over."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

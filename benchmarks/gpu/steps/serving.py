@@ -1,7 +1,5 @@
 """Lookups of compressed tables beside FBGEMM's dense ones (TBE) in FP32, FP16, INT8 and INT4."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -93,6 +91,8 @@ def measure(run: Run, case: serving.Case, forms: Mapping[str, nn.Module], batch_
         run.figures.note("lookup", 1e3 * median, "us", **of)
         if form != BASELINE:
             run.figures.note("lookup, times dense_fp32", median / medians[BASELINE], **of)
+    of = {"batch": batch_size, "pooling": pooling}
+    run.figures.note("packed, times dense_int4", medians["packed"] / medians["dense_int4"], **of)
 
 
 def batch_of(case: serving.Case, batch_size: int, pooling: int, device: torch.device) -> KeyedJaggedTensor:

@@ -1,11 +1,8 @@
 """Time and memory of bi-level steps beside plain ones, on tables of 10 GB and more, and of soft selection alone."""
 
-from __future__ import annotations
-
 import gc
 import statistics
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -21,9 +18,9 @@ from dnis_torchrec.selection.shards import table_configs
 from dnis_torchrec.selection.wrapper import SoftSelectionEmbeddingBagCollection
 from examples.models import build_tables
 
-ROWS, BATCH_SIZE, LARGE_BATCH = 1_600_000, 16_384, 65_536
-"""At the first batch size the GPU waits for the host, in plain steps, too; at the second the host for the GPU."""
-SMALL_ROWS, SMALL_BATCH, SMALL_TABLES = 50, 64, 3
+ROWS, BATCH_SIZES = 1_600_000, (16_384, 65_536, 131_072)
+"""At the first batch size the GPU waits for the host, in plain steps, too; at the others the host for the GPU."""
+SMALL_ROWS, SMALL_BATCHES, SMALL_TABLES = 50, (64, 96, 128), 3
 STATES = {"rowwise_adagrad": 1, "adam": 3}
 """Table optimizer -> floats that it keeps for one of a table, that one counted."""
 FREE_SHARE = 0.85
@@ -35,15 +32,13 @@ COPIED_BYTES, SMALL_COPIED_BYTES = 1 << 30, 1 << 20
 
 def run(run: Run) -> None:
     """Soft selection first, which takes seconds, then both table optimizers, then the first on large batches."""
-    shape = step_time.SHAPES["criteo"]
-    if run.is_stand_in:
-        shape = step_time.vary(shape, SMALL_TABLES, SMALL_ROWS, None, batch_size=SMALL_BATCH)
-    else:
-        shape = replace(shape, batch_size=BATCH_SIZE)
+    first, *larger = SMALL_BATCHES if run.is_stand_in else BATCH_SIZES
+    tables = (SMALL_TABLES, SMALL_ROWS) if run.is_stand_in else (None, None)
+    shape = step_time.vary(step_time.SHAPES["criteo"], *tables, None, batch_size=first)
     of_selection(run, replace(shape, num_embeddings=(SMALL_ROWS,) * len(shape.features)))
-    large = shape if run.is_stand_in else replace(shape, batch_size=LARGE_BATCH)
+    shapes = [replace(shape, table_optimizer=optimizer) for optimizer in STATES]
     num_threads = torch.get_num_threads()
-    for own in (*(replace(shape, table_optimizer=optimizer) for optimizer in STATES), large):
+    for own in (*shapes, *(replace(shapes[0], batch_size=size) for size in larger)):
         of_steps(run, own)
         torch.set_num_threads(num_threads)
         gc.collect()
@@ -121,7 +116,7 @@ def of_steps(run: Run, shape: step_time.Shape) -> None:
         plain, bilevel = made(step_time.Plain, "plain"), made(step_time.Bilevel, "bi-level")
         times: dict[str, list[float]] = {name: [] for name in step_time.STEPS}
         for index in range(step_time.WARM_UP_ROUNDS + rounds):
-            taken = step_time.take_turns(plain, bilevel, lambda _: nullcontext())
+            taken = step_time.take_turns(plain, bilevel)
             if index >= step_time.WARM_UP_ROUNDS:
                 for name, own in times.items():
                     own.append(taken[name])
@@ -133,8 +128,7 @@ def note_ratios(run: Run, times: dict[str, list[float]], of: dict[str, object]) 
     """Notes medians of the steps and, with the middle half, of what they take beside a plain step of the same round."""
     for name, own in times.items():
         run.figures.note("step", statistics.median(own), "ms", step=name, **of)
-    measured = step_time.Measured(times=times, parts={}, output_volume_ratio=1.0)
-    for name, ratios in step_time.ratios(measured, "").items():
+    for name, ratios in step_time.ratios(times, "").items():
         middle = step_time.spread(ratios)
         run.figures.note("times a plain step", statistics.median(ratios), step=name, middle_half=middle, **of)
 
