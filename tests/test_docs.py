@@ -3,8 +3,6 @@
 Notebooks run in `docs.execute`, and compare what they gain themselves.
 """
 
-from __future__ import annotations
-
 import doctest
 import pkgutil
 import re

@@ -1,7 +1,5 @@
 """Packages predict what the model predicts, whatever the batch and the loader; damage and wrong inputs are refused."""
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil

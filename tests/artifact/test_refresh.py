@@ -1,7 +1,5 @@
 """A model that was trained on, in the scheme of yesterday: what is written is what differs, and no more."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Results: the JSON file, the frame, the sentence, the table and the page, against what is counted by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

@@ -1,7 +1,5 @@
 """Losses and metrics of a split, of one task and of several, against oracles."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping
