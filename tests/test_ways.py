@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
-from torchrec.models.dlrm import DLRM
+from torchrec.models.dlrm import DLRM, DLRMTrain
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -186,6 +186,11 @@ def test_a_model_of_other_weights_is_left_as_it_was(tmp_path: Path) -> None:
         dnis.load_model(other, tmp_path / "artifact")
     assert list(other.state_dict()) == names
     assert predict(other).equal(prediction)
+    task = DLRMTrain(dlrm())
+    dnis.export(task, dnis.compress(task, BATCHES, loss=BCE).scheme, tmp_path / "task")
+    with pytest.raises(ValueError, match=r"got \['model.sparse_arch.+TrainTask\(model, loss\), and serve its .model"):
+        dnis.load_model(dlrm(), tmp_path / "task")
+    assert predict(dnis.load_model(dnis.TrainTask(dlrm(1), BCE), tmp_path / "task").model).equal(predict(task.model))
 
 
 class Around(nn.Module):

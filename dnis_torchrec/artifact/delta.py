@@ -548,7 +548,7 @@ def _with_delta(module: ServedCollection, delta: Delta) -> Any:
             features = {"pooling": table.pooling, "feature_names": table.feature_names}
             schemes[name] = replace(single, **cast(Any, features))
         return ServedEmbeddingCollection(MixedDimensionScheme(schemes), tables)
-    place, remedy = type(module).__name__, "load it with form='packed'"
+    place, remedy = type(module).__name__, "load it with form='packed', and shard it after deltas"
     is_packed = isinstance(module, PackedEmbeddingBagCollection)
     check(is_packed, place, "packed tables", "others", remedy)
     collection = cast(PackedEmbeddingBagCollection, module)

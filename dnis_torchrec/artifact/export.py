@@ -251,6 +251,10 @@ def check_features(
     remedy = "build the model as for training"
     check(bool(modules), "model", "an embedding collection to load into", "none", remedy)
     fqns = sorted({table.collection for table in scheme.tables.values()})
+    in_task = [fqn.removeprefix("model.") for fqn in fqns]
+    if in_task != fqns and set(in_task) <= set(modules):  # exported with the task around the model
+        remedy = "load it into TrainTask(model, loss), and serve its .model"
+        check(False, str(artifact), f"the collections {in_task}", fqns, remedy)
     for fqn in fqns:
         check_known("FQN", fqn, modules)
         configs = {

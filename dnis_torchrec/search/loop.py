@@ -1,5 +1,6 @@
 """SearchLoop: a search in a training loop of one's own."""
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -14,8 +15,11 @@ from dnis_torchrec.data.urls import Address
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline, DenseOptimizer
 from dnis_torchrec.search.ramp import Ramp, check_reachable
 from dnis_torchrec.search.schedule import BilevelStream, LevelSchedule, OnePass
+from dnis_torchrec.selection.torchrec import default_kernels
 from dnis_torchrec.selection.wrapper import soft_selection_modules
 from dnis_torchrec.training.checkpoint import TrainingState
+
+logger = logging.getLogger(__name__)
 
 
 class SearchLoop:
@@ -39,7 +43,8 @@ class SearchLoop:
         model: a `TrainTask` around a model that `prepare_` was given, sharded by
             DistributedModelParallel or `shard_model`.
         optimizer: optimizer of everything that is not fused into the tables' backward, with
-            `zero_grad` and `step`, as TorchRec's pipelines take it.
+            `zero_grad` and `step`, as TorchRec's pipelines take it. Fused tables learn by plain SGD
+            unless TorchRec's `apply_optimizer_in_backward` or the sharder says otherwise.
         train: training batches, which can be iterated again and again; or a stream.
         validation: validation batches likewise, for alpha and for what columns are worth; None
             for a stream, as long on every rank.
@@ -114,6 +119,13 @@ class SearchLoop:
         if not isinstance(task, TrainTask):
             remedy = "wrap model and loss in a TrainTask before you shard"
             raise TypeError(describe("SearchLoop", "a TrainTask", type(task).__name__, remedy))
+        groups = getattr(optimizer, "param_groups", ())
+        weights = [weight for group in groups for weight in group["params"]]
+        is_fused = any(hasattr(weight, "_in_backward_optimizers") for weight in weights)
+        if is_fused and default_kernels(model):
+            actual = "tables that FBGEMM's kernels train by SGD at 0.01"
+            remedy = "call TorchRec's apply_optimizer_in_backward on tables before you shard"
+            logger.warning(describe("optimizer", "weights that it trains", actual, remedy))
         device = next(model.parameters()).device
         self.pipeline = BilevelTrainPipeline(model, optimizer, device)
         blocks = next(iter(soft_selection_modules(model).values())).blocks

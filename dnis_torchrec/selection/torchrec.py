@@ -623,6 +623,12 @@ def fused_kernels(model: nn.Module) -> list[Any]:
     return [part for part in parts if hasattr(part, "iter_cpu")]
 
 
+def default_kernels(model: nn.Module) -> list[Any]:
+    """Those of `fused_kernels` for which nobody has chosen an optimizer. Local."""
+    kernels = [part for part in fused_kernels(model) if part.optimizer.name == "EXACT_SGD"]
+    return [part for part in kernels if round(part.get_learning_rate(), 6) == 0.01]
+
+
 @contextmanager
 def frozen_counters(kernels: Iterable[Any]) -> Iterator[None]:
     """Lets kernels of `fused_kernels` forget the forward passes that they count inside."""

@@ -17,6 +17,7 @@ from dnis_torchrec.blocks.routing import RowDirectory
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.ops.batches import name_features, readable_bags
 from dnis_torchrec.ops.packed import (
+    COLUMNS_PER_GROUP,
     NUM_LAYOUTS,
     OpenedCollection,
     field_groups,
@@ -423,7 +424,28 @@ class PackedEmbeddingBagCollection(LogicalCollection):
         is_stored = (table.column_bits() > 0).any(dim=1)
         directory = RowDirectory.of(table.routing, is_stored, cast(Tensor, data))
         scale, shift = table.codes.scale, table.codes.shift
-        return PackedTable.from_rows(table, cast(Tensor, rows), scale, shift, directory)
+        of_table = PackedTable.from_rows(table, cast(Tensor, rows), scale, shift, directory)
+        self._check_layout(name, of_table)
+        return of_table
+
+    def _check_layout(self, name: str, of_table: PackedTable) -> None:
+        """Refuses codes that a state_dict brought, whose blocks or scales the scheme does not
+        know."""
+        names, outputs = list(self.schemes()), self.outputs
+        groups = field_groups(of_table.bits, *of_table.scale_and_shift())
+        per_table = [
+            table.routing.num_blocks * -(-table.embedding_dim // COLUMNS_PER_GROUP)
+            for table in self.schemes().values()
+        ]
+        position = names.index(name)
+        begin, end = sum(per_table[:position]), sum(per_table[: position + 1])
+        blocks = _block_rows(of_table, begin, len(groups) // of_table.directory.num_blocks)
+        _, first, count, *_ = cast(Tensor, outputs.tables)[position].tolist()
+        is_same = cast(Tensor, outputs.blocks)[first : first + count].tolist() == blocks
+        is_same = is_same and cast(Tensor, outputs.groups)[begin:end].cpu().equal(groups)
+        remedy = "load the artifact that the state_dict is of"
+        requirement = "blocks, bits and scales of its scheme"
+        check(is_same, f"table {name!r}", requirement, "those of another state_dict", remedy)
 
     def bit_fields(self) -> dict[str, Tensor]:
         """The rows of every table as they lie in memory, ``(bytes,)`` uint8."""

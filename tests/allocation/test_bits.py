@@ -513,7 +513,7 @@ def test_a_small_table_beside_a_large_one_is_never_worse_than_fp16(
     small: list[tuple[int, int]], compression: float
 ) -> None:
     """More bytes than fp16 are taken by float32 rows alone, which take a byte a column beside their values."""
-    found, weights, model = compressed([*small, (4500, 16)], compression)  # small ones take a tenth of the bytes at most
+    found, weights, model = compressed([*small, (4500, 16)], compression)  # small: a tenth of the bytes at most
     assert found.num_bytes == sum(table.served_bytes(PACKED) for table in found.scheme.tables.values())
     assert found.compression >= compression
     served = model.tables.bit_fields()

@@ -1,7 +1,5 @@
 """Curvature against second derivatives by autograd: losses, tasks, couplings, pooled tables and unpooled ones."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import math

@@ -3,8 +3,6 @@
 Of models that say what reads their tables, and of TorchRec's, which are known by their types.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Callable, Sequence

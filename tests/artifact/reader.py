@@ -3,8 +3,6 @@
 It is what somebody would write in C++: map the files, go to the offsets that the manifest states, add up rows.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import mmap

@@ -1,7 +1,5 @@
 """Artifacts: what is written is what is read, in either form and any number of files; whole or not at all."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

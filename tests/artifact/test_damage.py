@@ -3,8 +3,6 @@
 And verify: what is whole passes, every kind of damage is named, wrong values and unknown ids are found.
 """
 
-from __future__ import annotations
-
 import copy as copying
 import hashlib
 import json

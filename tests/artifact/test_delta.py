@@ -259,7 +259,12 @@ def test_a_module_stays_a_module(base: Path, tmp_path: Path) -> None:
     assert values(twin).equal(old)
     for other in (copy.deepcopy(served), apply_delta(twin, delta), served.to("cpu").eval()):
         assert values(other).equal(values(served))
-    twin.load_state_dict(served.state_dict())
+    stale = load(base)
+    for other in (twin, stale):
+        other.load_state_dict(served.state_dict())
+        assert values(other).equal(values(served))
+    with pytest.raises(ValueError, match="its scheme, got those of another state_dict; load the artifact"):
+        apply_delta(stale, delta)
 
 
 @pytest.fixture(scope="module")
@@ -314,7 +319,8 @@ def test_order_base_and_damage(base: Path, tmp_path: Path) -> None:
         refused(target, tmp_path / "1", "number 2")
         apply_delta(target, tmp_path / "2")
     refused(nn.Linear(2, 2), tmp_path / "1", "Linear", "load")
-    refused(load(write_coded_tables(tmp_path / "mixed", forms=FORMS), form="mixed_dimension"), tmp_path / "1")
+    refused(load(whole, form="mixed_dimension"), tmp_path / "2", "form='packed'", "after deltas")
+    write_coded_tables(tmp_path / "mixed", forms=FORMS)
     refused(tmp_path / "mixed", tmp_path / "1", "forms=['packed']")
     refused(tmp_path / "mixed", tmp_path / "mixed", "delta")
     refused(tmp_path / "none", tmp_path / "1", "check the path")

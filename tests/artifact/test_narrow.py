@@ -1,7 +1,5 @@
 """Training in the scheme of an artifact equals dense tables that are masked to the blocks' columns."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The command line: help at once, refusals as exit codes, one line an error, and nothing that steers a terminal."""
 
-from __future__ import annotations
-
 import ast
 import errno
 import io

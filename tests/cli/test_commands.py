@@ -3,8 +3,6 @@
 And runs: stopped and gone on with to the same files, replaced, locked, and never half there.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import multiprocessing

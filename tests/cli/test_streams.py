@@ -1,7 +1,5 @@
 """One pass over a stream: beside a plain loop, day after day, killed, compressed, in narrow tables, refreshed."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Batches: cut, sliced over ranks, made ready for lookups, and checked before the first training step."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.planner import ParameterConstraints
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import KeyedOptimizerWrapper
@@ -42,6 +43,7 @@ from dnis_torchrec.search.prune import SizeOutOfReachError
 from dnis_torchrec.search.ramp import COUNTED_BITS, LEAST_STEPS, STAGES, Ramp, check_reachable, num_stages
 from dnis_torchrec.search.schedule import MAX_AHEAD, QUEUE, SAMPLE_BATCHES, BilevelStream, Level, LevelSchedule, OnePass
 from dnis_torchrec.selection.alpha import Alpha
+from dnis_torchrec.selection.plan import default_sharders, make_sharding_plan
 from dnis_torchrec.training.checkpoint import CheckpointFolder, CheckpointSaver, tensors_under
 from dnis_torchrec.training.loop import SearchInterrupted
 from dnis_torchrec.training.progressive import Progressive
@@ -367,12 +369,14 @@ def batches_of(seeds: range) -> list[Batch]:
     return make_recipe().data.train.batches[seeds.start : seeds.stop]
 
 
-def sharded_for_a_loop() -> tuple[nn.Module, KeyedOptimizerWrapper, RowBlocks]:
+def sharded_for_a_loop(*kinds: str) -> tuple[nn.Module, KeyedOptimizerWrapper, RowBlocks]:
     torch.manual_seed(0)
     recipe = make_recipe()
     blocks = blocks_of(recipe.model, batches_of(range(6)))
     task = TrainTask(prepare_(recipe.model, blocks), recipe.loss)
-    model = DistributedModelParallel(task, device=CPU)
+    limits = dict.fromkeys(blocks.routings, ParameterConstraints(sharding_types=[*kinds] or None))
+    plan = make_sharding_plan(task, CPU, default_sharders(), constraints=limits)
+    model = DistributedModelParallel(task, device=CPU, plan=plan, sharders=default_sharders())
     return model, KeyedOptimizerWrapper(dict(model.named_parameters()), lambda p: torch.optim.Adam(p, lr=0.01)), blocks
 
 
@@ -455,10 +459,13 @@ def test_a_stream_goes_on_where_its_steps_were(number: int, step: int, ahead: in
     assert [*other.sample(0)] == [*whole.sample(0)]
 
 
-def test_a_loop_ends_with_its_stream(gloo) -> None:
-    model, optimizer, _ = sharded_for_a_loop()
+@pytest.mark.parametrize(("kind", "by_sgd"), [("data_parallel", False), ("table_wise", True)])
+def test_a_loop_ends_with_its_stream(gloo, kind: str, by_sgd: bool, caplog) -> None:
+    """Where a kernel trains tables, and not the optimizer that is given them, it says so."""
+    model, optimizer, _ = sharded_for_a_loop(kind)
     batches = (make_batch(64, index) for index in range(25))
     loop = SearchLoop(model, optimizer, batches, compression=10, steps=100, plain_steps=8, ramp_steps=12)
+    assert caplog.text.count("train by SGD at 0.01; call TorchRec's apply_optimizer_in_backward") == by_sgd
     assert sum(1 for _ in iter(loop.step, False)) == loop.lower_steps == 25
     assert loop.pipeline.upper_steps == 25 - 8 - 1
     assert not loop.step()
