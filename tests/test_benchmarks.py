@@ -3,15 +3,17 @@
 import json
 import sys
 from pathlib import Path
+from subprocess import CalledProcessError
 
 import pytest
 import torch
 
 from benchmarks import compress_scale, compress_time, deltas, one_pass, plain_grid, serving, step_time
 from benchmarks.compress_scale import PARTS
-from benchmarks.gpu.figures import FIGURES, RESULTS, read_lines
+from benchmarks.gpu.figures import FIGURES, RESULTS, Figures, read_lines
 from benchmarks.gpu.schedule import Step, run_steps
-from benchmarks.gpu.step import run_step
+from benchmarks.gpu.step import Run, run_step
+from benchmarks.gpu.steps import gpu_tests
 from benchmarks.plain_grid import FILE, Point, read_runs
 
 SMALL = {"batch_size": 32, "num_embeddings": 50, "embedding_dim": 8, "num_blocks": 3}
@@ -27,16 +29,14 @@ def small(name: str, **fields: int) -> step_time.Shape:
 def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs in this process what a benchmark would start one for; the memory is then anybody's."""
     monkeypatch.setattr(step_time, "peak_memory", lambda shape, which: {"plain": 100, "bilevel": 110}[which])
-    monkeypatch.setattr(step_time, "ROUNDS", 2)
-    monkeypatch.setattr(step_time, "QUICK_ROUNDS", 2)
-    monkeypatch.setattr(step_time, "WARM_UP_ROUNDS", 1)
+    for name, number in (("ROUNDS", 2), ("QUICK_ROUNDS", 2), ("WARM_UP_ROUNDS", 1)):
+        monkeypatch.setattr(step_time, name, number)
 
 
 @pytest.mark.usefixtures("no_processes")
 def test_step_time_measures_every_shape_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, options = tmp_path / "times.json", []
-    for name, value in SMALL.items():
-        options += [f"--{name.replace('_', '-')}", str(value)]
+    path = tmp_path / "times.json"
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
     step_time.main(["--quick", *options, "--json", str(path)])
     rows = json.loads(path.read_text())["rows"]
     assert [row["shape"] for row in rows] == ["criteo", "dlrm_v2", "movielens"]
@@ -116,7 +116,9 @@ def test_every_run_is_a_line_that_is_not_repeated(tmp_path, monkeypatch, capsys)
 
 PYTHON = [sys.executable, "-X", "faulthandler", "-S", "-c"]
 CRASH = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
-HANG = "import faulthandler, signal, time; faulthandler.register(signal.SIGUSR1); time.sleep(60)"
+CHILD = ["sh", "-c", "trap 'echo asked to end; exit' TERM; sleep 60 & wait"]  # torchrun ends its ranks there
+HANG = f"import faulthandler, signal, subprocess, time; subprocess.Popen({CHILD}); "
+HANG += "faulthandler.register(signal.SIGUSR1); time.sleep(60)"
 
 
 def names_in(folder: Path, step: str) -> set[str]:
@@ -124,7 +126,7 @@ def names_in(folder: Path, step: str) -> set[str]:
     return {line["name"] for line in read_lines(folder) if line["step"] == step and "name" in line}
 
 
-def test_steps_that_fail_crash_or_hang_cost_no_other_its_figures(tmp_path: Path) -> None:
+def test_steps_that_fail_crash_or_hang_cost_no_other_its_figures(tmp_path: Path, capfd) -> None:
     note = f"open({str(tmp_path / FIGURES)!r}, 'a').write('{{}}\\n')".replace(
         "{}", '{"step": "STEP", "name": "one", "value": 1, "unit": "", "of": {}}'
     )
@@ -133,36 +135,39 @@ def test_steps_that_fail_crash_or_hang_cost_no_other_its_figures(tmp_path: Path)
     steps = [Step(name=name, share=1.0 if name == "hangs" else 20.0) for name in codes]
     run_steps(steps, tmp_path, 60.0, lambda name: [*PYTHON, codes[name]])
     ends = {line["step"]: line for line in read_lines(tmp_path) if "outcome" in line}
-    assert {name: end["outcome"] for name, end in ends.items()} == {
-        "fails": "failed with code 1",
-        "crashes": "crashed by SIGSEGV",
-        "hangs": "out of time",
-        "works": "done",
-    }
+    outcomes = ["failed with code 1", "crashed by SIGSEGV", "out of time", "done"]
+    assert [ends[name]["outcome"] for name in codes] == outcomes
     assert "ValueError: too small" in ends["fails"]["detail"]
     assert ends["crashes"]["detail"].startswith("Fatal Python error: Segmentation fault")
     assert "in <module>" in ends["hangs"]["detail"]  # the stack that it printed when its time was over
+    assert "asked to end" in (tmp_path / "hangs.log").read_text()
     assert ends["works"]["detail"] == ""
     assert all(names_in(tmp_path, name) == {"one"} for name in codes)
-    results = (tmp_path / RESULTS).read_text()
-    assert "| hangs | out of time |" in results
-    assert "Fatal Python error" in results
+    assert all(part in (tmp_path / RESULTS).read_text() for part in ("| hangs | out of time |", "Fatal Python error"))
+    with pytest.raises(CalledProcessError, match="SIGSEGV"):
+        Run(figures=Figures(tmp_path, "starts"), folder=tmp_path, is_stand_in=True).python("one", "-S", "-c", CRASH)
+    assert "Fatal Python error" in capfd.readouterr().err
 
 
 EXPECTED = {
     "step_time": {"bandwidth of a copy", "selection", "tables", "step", "times a plain step", "in a row"},
     "compress": {"tables", "part", "compression", "tables in codes"},
-    "serving": {"bytes", "lookup", "lookup, times dense_fp32"},
+    "serving": {"bytes", "lookup", "lookup, times dense_fp32", "packed, times dense_int4"},
     "search": {"command", "artifact"},
     "smoke": {"version", "largest difference"},
     "gains": {"epoch", "gains, in epochs"},
     "refresh": {"command", "delta applied", "bytes"},
-}
+    "gpu_tests": {"tests"},
+}  # `ranks` and `package` start processes that compile or import, which takes a minute
+MARKED = "import pytest\n@pytest.mark.gpu\ndef test_one():\n    pytest.skip()\n"
 
 
 @pytest.mark.parametrize("step", EXPECTED)
 def test_a_step_finds_its_figures(step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a stand-in, in this process; what has to be a process of its own is tried below."""
+    """As a stand-in, in this process; of tests there is one."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_one.py").write_text(MARKED)
+    monkeypatch.setattr(gpu_tests, "ROOT", tmp_path)
     wrapped = compress_scale.compress  # the step wraps its functions, in a process of its own
     for module, name in (*PARTS.values(), (wrapped, "count_over_ranks")):
         monkeypatch.setattr(module, name, getattr(module, name))

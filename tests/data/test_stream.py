@@ -1,7 +1,5 @@
 """Streams are counted, remembered and read on as plain Python does; recipes are found, checked and called as meant."""
 
-from __future__ import annotations
-
 import re
 import resource
 import sys

@@ -1,7 +1,5 @@
 """Schedule, ramp and a loop of ones own against oracles; a search in one pass, and what its run leaves."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
