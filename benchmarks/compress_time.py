@@ -92,7 +92,7 @@ def compress_seconds(model: nn.Module, recipe: Recipe, epoch: float) -> dict[str
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints one line of JSON for each size of the tables."""
+    """Prints one line of JSON for each factor in `--rows`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe")
     parser.add_argument("--data", type=Path)

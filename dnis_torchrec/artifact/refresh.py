@@ -469,8 +469,8 @@ def _encode(
     ids: Tensor | None,
     served: _Served | None,
 ) -> list[_PartOfBlock]:
-    """Encodes the rows in `ids`, or all rows of a table. Every rank gets those of all ranks. With
-    `served`, it leaves out rows that are still close to their served values."""
+    """Encodes the rows in `ids`, or all rows of a table. Every rank gets those of all ranks. If
+    `served` is given, rows whose served values are still close are skipped."""
     codes, routing, place = table.codes, table.routing, table.name
     whole, has_bytes = of_model.whole, row_strides(codes.bits) > 0
     # few rows have changed, so arrays of all rows would take most of the time

@@ -42,9 +42,9 @@ class SearchLoop:
     Args:
         model: a `TrainTask` around a model that `prepare_` was given, sharded by
             DistributedModelParallel or `shard_model`.
-        optimizer: optimizer of everything that is not fused into the tables' backward, with
-            `zero_grad` and `step`, as TorchRec's pipelines take it. Fused tables learn by plain SGD
-            unless TorchRec's `apply_optimizer_in_backward` or the sharder says otherwise.
+        optimizer: trains all weights but those of fused tables; any optimizer that TorchRec's
+            pipelines accept. Fused tables are trained by plain SGD, unless you name another
+            optimizer by `apply_optimizer_in_backward` or in the sharder.
         train: training batches, which can be iterated again and again; or a stream.
         validation: validation batches likewise, for alpha and for what columns are worth; None
             for a stream, as long on every rank.

@@ -276,7 +276,8 @@ def replace_(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
 
 
 def in_float32_(model: nn.Module) -> list[Callable[[], None]]:
-    """Makes half precision tables of plain collections float32; returns what undoes it. Local."""
+    """Converts half-precision tables to float32, where no rank shards them. Returns functions that
+    undo it. Local."""
     kinds, modules = EmbeddingBagCollection | EmbeddingCollection, shards.collections(model)
     plain = [module for module in modules.values() if isinstance(module, kinds)]
     return [torchrec.tables_in_float32_(module) for module in plain]

@@ -51,7 +51,8 @@ Plain: TypeAlias = EmbeddingBagCollection | EmbeddingCollection
 # --------------------------------------------------------------------------------------------------
 # What a sharded collection was made of
 # Reason: it keeps the configs of its user, its ranks and its lookups, and shows none of them; two
-#   collections may each have a table of one name, where bits and blocks need a name for each.
+#   collections may each have a table of one name, where bits and blocks need a name for each; and
+#   tables of half precision, in which Adam's second moments round to 0.
 # Upstream:
 #   https://github.com/pytorch/torchrec/blob/v1.8.0/torchrec/distributed/embeddingbag.py#L648
 # Ends: not planned.
@@ -83,8 +84,8 @@ def rename_tables_(collection: Plain, names: Mapping[str, str]) -> None:
 
 
 def tables_in_float32_(collection: Plain) -> Callable[[], None]:
-    """Makes half precision tables of a plain collection float32, as its outputs are; returns what
-    undoes it."""
+    """Converts half-precision tables of a plain collection to float32, which its outputs have.
+    Returns a function that undoes it."""
     holders, place = _tables_of(collection)
     configs = getattr(collection, place)
     weights = [cast(Tensor, holder.weight) for holder in holders.values()]
@@ -611,7 +612,8 @@ def _unlock(kernel: SplitTableBatchedEmbeddingBagsCodegen, locations: list[Tenso
 # --------------------------------------------------------------------------------------------------
 # Forward passes that no training step has
 # Reason: FBGEMM's fused kernels count forward passes in training mode, with or without a backward
-#   pass; optimizers with bias correction take the count for that of steps.
+#   pass; optimizers with bias correction take the count for that of steps. Without an optimizer
+#   that the user names, these kernels train tables by plain SGD at 0.01, and do not say so.
 # Upstream:
 # https://github.com/pytorch/FBGEMM/blob/v1.8.0/fbgemm_gpu/fbgemm_gpu/split_table_batched_embeddings_ops_training.py
 # Ends: not planned.
@@ -624,7 +626,7 @@ def fused_kernels(model: nn.Module) -> list[Any]:
 
 
 def default_kernels(model: nn.Module) -> list[Any]:
-    """Those of `fused_kernels` for which nobody has chosen an optimizer. Local."""
+    """Returns the fused kernels that still have the default optimizer. Local."""
     kernels = [part for part in fused_kernels(model) if part.optimizer.name == "EXACT_SGD"]
     return [part for part in kernels if round(part.get_learning_rate(), 6) == 0.01]
 

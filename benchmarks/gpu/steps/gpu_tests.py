@@ -9,7 +9,7 @@ from benchmarks.gpu.step import Run
 
 
 def run(run: Run) -> None:
-    """Notes how many passed, failed or were skipped; the log names each as soon as it is over."""
+    """Notes how many tests passed, failed or were skipped. The log shows each result at once."""
     files = [str(file) for file in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in file.read_text("utf-8")]
     command, last = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider", *sorted(files)], ""
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:

@@ -1,4 +1,4 @@
-"""The search of `search` by torchrun: a rank for each GPU, or two over gloo as a stand-in."""
+"""Runs the search step under torchrun: one rank per GPU, or two gloo ranks on a CPU."""
 
 import json
 

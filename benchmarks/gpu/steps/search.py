@@ -34,7 +34,7 @@ def small(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None)
 
 
 def recipe_of(run: Run) -> str:
-    """The name of the recipe that commands are given."""
+    """Returns the name of the recipe to pass to commands."""
     return SMALL_RECIPE if run.is_stand_in else RECIPE
 
 
